@@ -165,7 +165,11 @@ class Group(_Base):  # type: ignore[misc]
         counts = [y.numel() for y in out]
         uneven = {*counts} != {x.numel()}
         alike = len(out) == self.size() and {y.dtype for y in out} == {x.dtype}
-        if not self._supported("allgather", out, given) or not alike or (uneven and x.is_cuda):
+        if (
+            not self._supported("allgather", out, given)
+            or not alike
+            or (uneven and self._by_nccl(x))
+        ):
             return self._delegate("allgather", x, outputs, given, opts)
         whole = x.new_empty(sum(counts) if uneven else (self.size(), x.numel()))
         parts = torch.split(whole, counts) if uneven else whole
@@ -198,7 +202,7 @@ class Group(_Base):  # type: ignore[misc]
     ) -> Any:  # fmt: skip
         opts = opts or c10d.AllToAllOptions()
         uneven = bool(output_splits or input_splits)
-        if not self._supported("alltoall", [given], [output]) or (uneven and given.is_cuda):
+        if not self._supported("alltoall", [given], [output]) or (uneven and self._by_nccl(given)):
             splits = output_splits, input_splits
             return self._delegate("alltoall_base", given, output, given, *splits, opts)
         if not uneven:
@@ -214,7 +218,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def alltoall(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllToAllOptions()
-        if not self._supported("alltoall", given, outputs) or given[0].is_cuda:
+        if not self._supported("alltoall", given, outputs) or self._by_nccl(given[0]):
             return self._delegate("alltoall", given[0], outputs, given, opts)
         x = torch.cat([y.reshape(-1) for y in given])
         counts = [[y.numel() for y in each] for each in (given, outputs)]
@@ -302,6 +306,11 @@ class Group(_Base):  # type: ignore[misc]
             x.layout == torch.strided and dtype_name(x) in DTYPES and x.device.type in self._devices
             for x in (*message, *others)
         ) and (not x.is_cuda or self.engine.takes(kind, sum(x.nbytes for x in message)))
+
+    def _by_nccl(self, x: Any) -> bool:
+        """Whether a call of uneven rows goes to NCCL, which needs no exchange on the host: unless
+        all calls are to be linkweave's."""
+        return x.is_cuda and not self.engine.every
 
     def _op(self, kind: str, op: Any, message: Tensors, others: Sequence[Any] = ()) -> str:
         """The communicator's name of an op; empty if it does not take these tensors, as

@@ -64,8 +64,13 @@ CALLS: dict[str, Call] = {
     "reduce_scatter": lambda g: g.reduce_scatter([on_gpu(3)], [[on_gpu(3), on_gpu(3)]]),
     "alltoall": lambda g: g.all_to_all_single(on_gpu(6), on_gpu(6), [], []),
     "scatter": lambda g: g.scatter([on_gpu(3)], [[on_gpu(3), on_gpu(3)]]),
+    "alltoall of unequal parts": lambda g: g.all_to_all_single(
+        on_gpu(5), on_gpu(6), [2, 3], [4, 2]
+    ),
 }
 COPIES: dict[str, Call] = {
+    "allgather of unequal parts": lambda g: g.allgather([[on_gpu(6), on_gpu(2)]], [on_gpu(6)]),
+    "alltoall of a list": lambda g: g.alltoall([on_gpu(3), on_gpu(2)], [on_gpu(3), on_gpu(4)]),
     "allgather": lambda g: g.allgather([[on_gpu(6), on_gpu(2, 3)]], [on_gpu(6)]),
     "gather": lambda g: g.gather([[on_gpu(6), on_gpu(2, 3)]], [on_gpu(6)]),
     "reduce_scatter to a view": lambda g: g.reduce_scatter_single(
@@ -81,6 +86,17 @@ def test_no_call_leaves_the_gpu(name: str, group: Any) -> None:
     assert work.wait() and work.is_completed()
     assert group.communicator.made == [name.split()[0]]
     assert all(x.is_cuda for x in work.result())
+
+
+def test_uneven_rows_go_to_nccl_where_figures_choose(group: Any) -> None:
+    said = []
+    group.engine = CudaEngine(None, "figures", {"alltoall": [(4, 0.5), (400, 0.5)]})
+    group._delegate = lambda name, *arguments: said.append(name)
+    group.all_to_all_single(on_gpu(5), on_gpu(6), [2, 3], [4, 2])
+    group.alltoall([on_gpu(3), on_gpu(2)], [on_gpu(3), on_gpu(4)])
+    assert said == ["alltoall_base", "alltoall"] and not group.communicator.made
+    group.all_to_all_single(on_gpu(6), on_gpu(6), [], [])
+    assert group.communicator.made == ["alltoall"]
 
 
 def test_a_value_that_is_read_would_be_seen(group: Any) -> None:
