@@ -177,9 +177,7 @@ def _rank(
             times = np.array(timed(call, prepare, comm.barrier, iterations if number else 1))
             schedule(settings.batch)
             result = x if kind in IN_PLACE else out
-            bad = np.array([0 if want is None else int((result != want).sum())], np.int64)
-            comm.allreduce(bad)
-            wrong[name] = wrong.get(name, 0) + int(bad[0])
+            wrong[name] = wrong.get(name, 0) + _wrong(comm, result, want)
             comm.allreduce(times, "max")
             if number:
                 found.setdefault(name, []).append(times.tolist())
@@ -194,6 +192,13 @@ def _rank(
     if gloo is not None:
         gloo.close()
     return _rows(kind, size, settings, found, wrong, states) if rank == 0 else []
+
+
+def _wrong(comm: Any, result: Any, want: Any) -> int:
+    """How many elements of all ranks' results are not what each wants."""
+    bad = np.array([0 if want is None else int((result != want).sum())], np.int64)
+    comm.allreduce(bad)
+    return int(bad[0])
 
 
 def _on_gpus(settings: Settings, progress: Callable[[list[Row]], None]) -> list[Row]:
@@ -241,9 +246,7 @@ def torch_rank(
             times = np.array(timed(lambda call=call: (call(), done()), prepare, comm.barrier,
                                    iterations if number else 1))  # fmt: skip
             result = (x if kind in IN_PLACE else out).cpu().numpy()
-            bad = np.array([0 if want is None else int((result != want).sum())], np.int64)
-            comm.allreduce(bad)
-            wrong[name] = wrong.get(name, 0) + int(bad[0])
+            wrong[name] = wrong.get(name, 0) + _wrong(comm, result, want)
             comm.allreduce(times, "max")
             if number:
                 found.setdefault(name, []).append(times.tolist())

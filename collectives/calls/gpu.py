@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any
 
 from linkweave.collectives.calls.gpu_launcher import Copied, GpuLauncher, Ready
-from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import COLLECTIVES, Root
@@ -255,14 +254,6 @@ class GpuContext:
         for source, row in enumerate(sizes):
             self.copy(start, came.address + source * block, row[self.rank])
             start += row[self.rank]
-
-    @property
-    def host(self) -> HostCalls:
-        """The rank's calls on the host."""
-        return self.gpu.host
-
-    def refuse_capture(self, why: str) -> None:
-        self.gpu.refuse_capture(self.caller, f"{why} on the host")
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         self._begin()

@@ -304,18 +304,18 @@ def _alltoallv_on_gpu(
     context: GpuContext, x: Any, out: Any, in_splits: Any, out_splits: Any
 ) -> Any:
     """As `alltoallv`, in blocks of the largest part, rounded up so that few sizes occur."""
-    host, size, rank = context.host, context.size, context.rank
+    host, size, rank = context.gpu.host, context.size, context.rank
     with host.sharing_errors():
-        context.refuse_capture("exchanges its splits")
+        context.gpu.refuse_capture(context.caller, "exchanges its splits on the host")
         buffer, _ = context.buffer(x, written=False)
         row, sends = row_bytes(x, buffer), rows_sent(x, in_splits, size)
         comes = None if out_splits is None else row_counts("out_splits", out_splits, size)
-        room = None
+        room = written = None
         if out is not None:
             room = len(out)
             output_for(x, (room, *x.shape[1:]), out)
             refuse_overlaps([x], [out])
-            context.buffer(out)
+            written = context.buffer(out)
     splits, expected = _of_all_ranks(host, [sends, row, buffer.dtype, [comes, room]])
     for r, (told, room) in enumerate(expected):  # all ranks raise the same
         receives = [split[r] for split in splits]
@@ -326,9 +326,11 @@ def _alltoallv_on_gpu(
                 f"out of rank {r} has room for {room} rows; {sum(receives)} come, by rank "
                 f"{receives}"
             )
-    rows = sum(split[rank] for split in splits)
-    out = output_for(x, (rows, *x.shape[1:]), out)
-    got, done = context.buffer(out)
+    if written is None:
+        rows = sum(split[rank] for split in splits)
+        out = output_for(x, (rows, *x.shape[1:]), None)
+        written = context.buffer(out)
+    got, done = written
     if largest := max(map(max, splits)) * row:
         like = replace(buffer, nbytes=size << (largest - 1).bit_length())
         request = context.request("alltoall", like, "sum")

@@ -21,7 +21,7 @@ class CUDARuntimeError(RuntimeError):
 class Runtime:
     """The runtime's functions: what was called, on the GPU that was current."""
 
-    streamNonBlocking, eventDisableTiming = 1, 2
+    eventDisableTiming = 2
     memcpyHostToDevice, memcpyDeviceToDevice = 1, 3
     CUDARuntimeError = CUDARuntimeError
 

@@ -29,11 +29,13 @@ from linkweave.collectives.runtime.gpu.launch_tables import (
     TRACK,
     LaunchConfig,
     Setting,
-    SlotLayout,
     State,
     chunk_extents,
 )
 from linkweave.collectives.runtime.gpu.memory import Bases, LocalMemory, Memory, SymmetricMemory
+
+Region = tuple[Plan, LaunchConfig, bool]
+"""What shares counters and slots: the launches of a plan with a config, in graphs or not."""
 
 Occupancy = tuple[tuple[int, ...], int]
 """(ranks that share a launch, thread blocks that can be resident on their GPU at once)."""
@@ -96,8 +98,8 @@ class GpuRanks:
         self._stops = {  # GPU index -> the same word in its own memory
             i: self._uploads.add(d, np.zeros(1, np.uint32)) for i, (d, _) in self.shares.items()
         }
-        self._regions: dict[tuple[Plan, LaunchConfig, bool], tuple[_Part, ...]] = {}
-        self._bases: dict[tuple[Plan, LaunchConfig, bool], Bases] = {}  # of each region
+        self._regions: dict[Region, tuple[_Part, ...]] = {}
+        self._bases: dict[Region, Bases] = {}
         self._launched: dict[int, Prepared] = {}  # the latest launch of each region
         self.counters = CounterPool([device for device, _ in self.shares.values()])
 
@@ -135,14 +137,10 @@ class GpuRanks:
         width = width or width_of(plan, self.occupancy(dtype, op), self.max_blocks)
         plan, config = launch_tables.fit(plan, nbytes, width, self.settings)
         key = (plan.with_chunks(plan.stride), config, captured)
-        layout = launch_tables.lay_out(plan, config)
-        if key not in self._bases:  # on all ranks alike, whatever fails on one of them later
-            ends = {(c.src, c.dst) for c in plan.connections if not c.local}
-            self._bases[key] = self._memory.bases(layout.nbytes, ends | {(b, a) for a, b in ends})
         tables, mine = [], self._uploads.part()
         try:
             if key not in self._regions:
-                self._regions[key] = self._lay_out(plan, config, layout, self._bases[key])
+                self._regions[key] = self._lay_out(plan, config, key)
             parts = self._regions[key]
             for part in parts:
                 tracks = part.tracks.copy()
@@ -328,9 +326,12 @@ class GpuRanks:
         """Free the tables; no launch may be running that reads them."""
         self._uploads.drop(prepared.uploads)
 
-    def _lay_out(
-        self, plan: Plan, config: LaunchConfig, layout: SlotLayout, bases: Bases
-    ) -> tuple[_Part, ...]:
+    def _lay_out(self, plan: Plan, config: LaunchConfig, key: Region) -> tuple[_Part, ...]:
+        layout = launch_tables.lay_out(plan, config)
+        if key not in self._bases:  # on all ranks alike, whatever fails on one of them later
+            ends = {(c.src, c.dst) for c in plan.connections if not c.local}
+            self._bases[key] = self._memory.bases(layout.nbytes, ends | {(b, a) for a, b in ends})
+        bases = self._bases[key]
         parts, add = [], self._uploads.add
         for device, ranks in self.shares.values():
             found = tuple((r, p) for r in ranks for p in programs(plan, r))
