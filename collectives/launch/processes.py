@@ -68,9 +68,9 @@ def spawn(
     topology_for(read, nprocs)  # raises here rather than on every rank
     if virtual and gpus is not None:
         return spawn_threads(fn, args, settings, gpus)
-    can_fork = threading.active_count() == 1 and not started()
-    context: Any = mp.get_context("fork" if can_fork else "spawn")
-    if can_fork:
+    forks = can_fork()
+    context: Any = mp.get_context("fork" if forks else "spawn")
+    if forks:
         compile_kernels()  # forked ranks inherit the machine code
     hint = "" if context.get_start_method() == "fork" else _FRESH
     with _within_limits():
@@ -97,6 +97,11 @@ def spawn(
         for r in ranks:
             r.end()
         os.close(fd)
+
+
+def can_fork() -> bool:
+    """Whether nothing of this process, such as a lock of another thread, would be left behind."""
+    return threading.active_count() == 1 and not started()
 
 
 @contextmanager
