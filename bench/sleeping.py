@@ -199,7 +199,7 @@ def _train(
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     comm = get_default()
     x = torch.zeros(1, requires_grad=True)
-    group = Throttled(comm, schedule.network)
+    group = Throttled(comm, schedule.network, density=density or 1.0)
     exchange: Any = "dense"
     if density is not None:
         exchange = collectives.GTopK(density, mode="gtopk")

@@ -16,7 +16,7 @@ import torch
 
 from linkweave.collectives.overlap import Communication, Network
 from linkweave.collectives.overlap.communication import REDUCE_SCATTER
-from linkweave.collectives.training.transport import Counts, OverCommunicator, Queue, Vector
+from linkweave.collectives.training.transport import Counts, OverCommunicator, Queue
 
 HALF = Communication((), kind=REDUCE_SCATTER).share
 
@@ -70,9 +70,11 @@ class Link:
 class Throttled(OverCommunicator):
     """Lanes over a communicator of one machine, slowed to a network, which others may share."""
 
-    def __init__(self, communicator: Any, network: Network, link: Link | None = None) -> None:
+    def __init__(
+        self, communicator: Any, network: Network, link: Link | None = None, density: float = 1.0
+    ) -> None:
         super().__init__(communicator)
-        self._network, self._link = network, link or Link(network)
+        self._network, self._link, self._density = network, link or Link(network), density
 
     def average(self, lane: int, x: torch.Tensor) -> None:
         self._slowed(super().average, lane, x, 1.0)
@@ -88,15 +90,15 @@ class Throttled(OverCommunicator):
         call(lane, x)
         self._link.until(self._begin(begun, x, share), 0)
 
-    def sparse(
-        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str,
-        conserve: bool,
-    ) -> Vector:  # fmt: skip
-        """For as long as the network, which is one of sparse exchanges, takes for all elements."""
+    def broadcast(self, x: torch.Tensor, source: int = 0, lane: int | None = None) -> None:
+        """On a lane, the last call of a sparse exchange: for as long as the network, which is one
+        of such exchanges, takes for all elements."""
         begun = time.perf_counter()
-        found = super().sparse(lane, vector, numel, k, residual, mode, conserve)
-        self._link.until(self._begin(begun, residual), 0)
-        return found
+        super().broadcast(x, source, lane)
+        if lane is not None:
+            time.sleep(max(0.0, begun + self._network.startup_s - time.perf_counter()))
+            elements = x.shape[-1] / self._density
+            self._link.until(self._link.begin(4 * elements), 0)
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
         """A message to each other rank; the network is one of all-reduces, made of messages."""

@@ -144,6 +144,15 @@ class Communicator(Collectives):
         again = partial(self._whole, kind, x, None, op, 0)
         self._call(again, False, x, operations.into, kind, x, op)
 
+    def sendrecv(self, x: Any, pairs: Sequence[tuple[int, int]]) -> None:
+        """Send `x` from the source of each pair (source, target) to its target, in place.
+
+        All ranks must call it with the same pairs, in which each is a source once at most, and a
+        target once at most, and not both. `x` of other ranks is not changed. Tensors and errors as
+        in `allreduce`.
+        """
+        self._submit(False, x, operations.sendrecv, x, tuple(pairs))
+
     def split(self, color: int = 0) -> Communicator:
         """A communicator of the ranks that pass the same `color`, in the same order.
 

@@ -17,7 +17,7 @@ from linkweave.collectives.calls.gpu import GpuContext
 from linkweave.collectives.calls.host import HostCalls, Uneven
 from linkweave.collectives.calls.request import How
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.collective import COLLECTIVES, Layout
+from linkweave.collectives.planning.collective import COLLECTIVES, SENDRECV, Layout, Pairs, targets
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
@@ -49,6 +49,15 @@ def into(
         context.stage(request, given, buffer)
     done()
     return out
+
+
+def sendrecv(context: CallContext, x: Any, pairs: Pairs) -> None:
+    """Messages from the sources of pairs to their targets, in place."""
+    with context.sharing_errors():
+        buffer, done = context.buffer(x, written=context.rank in targets(pairs))
+        request = context.request(SENDRECV, buffer, "sum", pairs)
+    context.make(request)
+    done()
 
 
 def queued(

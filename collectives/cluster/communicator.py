@@ -118,6 +118,14 @@ class ClusterCommunicator(Methods):
         self._calls.check()
         return self._links.recv(x, source, async_op)
 
+    def sendrecv(self, x: Any, pairs: Sequence[tuple[int, int]]) -> None:
+        """As `Communicator.sendrecv`."""
+        for source, target in pairs:
+            if self.rank == source:
+                self.send(x, target)
+            elif self.rank == target:
+                self.recv(x, source)
+
     # ---- memory and parts --------------------------------------------------------------------
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """As `Communicator.empty`, in memory that this machine's ranks share."""

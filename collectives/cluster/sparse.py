@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.cluster.pieces import flat
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.collective import Pairs, targets
 from linkweave.collectives.planning.sparse_tree import binomial_tree
-from linkweave.collectives.sparse.backend import Vector
-from linkweave.collectives.sparse.linked import LinkedBackend
-from linkweave.collectives.sparse.modes import check_call
+from linkweave.collectives.sparse.backend import SparseCall, Vector
+from linkweave.collectives.sparse.host import HostBackend
+from linkweave.collectives.sparse.modes import MODES, check_call
 
 
 def tree_over(machines: Machines) -> Tree:
@@ -29,46 +31,16 @@ def tree_over(machines: Machines) -> Tree:
     return Tree(tuple(parent))
 
 
-class ClusterLinks:
-    """`Links` between the ranks of several machines."""
-
-    def __init__(self, comm: Connections) -> None:
-        self.rank, self.size = comm.rank, comm.size
-        self._comm = comm
-
-    def send(self, message: NDArray[np.uint8], to: int) -> None:
-        try:
-            self._comm.send(message, to)
-        except CollectiveError as error:  # of which this machine's other ranks do not know
-            raise RuntimeError(str(error)) from error
-
-    def receive(self, message: NDArray[np.uint8], source: int) -> None:
-        try:
-            self._comm.recv(message, source)
-        except CollectiveError as error:
-            raise RuntimeError(str(error)) from error
-
-    def broadcast(self, message: NDArray[np.uint8], root: int) -> None:
-        self._comm.pieces.broadcast(flat(message)[0], root)
-
-    def gather(self, row: NDArray[Any]) -> NDArray[Any]:
-        every = np.zeros((self.size, row.size), row.dtype)
-        self._comm.rows.allgather(flat(row)[0], flat(every)[0], [row.size] * self.size)
-        return every
-
-    def add(self, whole: NDArray[np.float32]) -> None:
-        self._comm.allreduce(flat(whole)[0], "sum")
-
-
-class SparseCluster(LinkedBackend):
-    """One call. Raises CollectiveError if an argument is bad."""
+class SparseCluster(HostBackend):
+    """One call, whose messages travel from rank to rank as bytes. Raises CollectiveError if an
+    argument is bad."""
 
     def __init__(
         self, comm: Connections, values: Any, indices: Any, numel: Any, k: Any, op: Any,
         residual: Any, mode: Any, conserve: Any,
     ) -> None:  # fmt: skip
-        super().__init__(ClusterLinks(comm), values, indices, numel, residual)
-        self._machines, self._op, self._mode = comm.machines, op, mode
+        super().__init__(values, indices, numel, residual)
+        self._comm, self._machines, self._op, self._mode = comm, comm.machines, op, mode
         self._numel, self._conserve = int(numel), bool(conserve)
         self._k = check_call(self._numel, k, op, residual, mode, conserve)
         self.asked = (
@@ -76,11 +48,41 @@ class SparseCluster(LinkedBackend):
         )
 
     def carry_out(self) -> Vector:
-        counts = self.counts()
+        counts = [int(n) for n in self._rows(np.array([self.size(self.mine)]))[:, 0]]
         mode = self._cheapest(max(counts)) if self._mode == "auto" else self._mode
-        return self.total(
-            self._numel, self._k, self._op, mode, self._conserve, tree_over(self._machines), counts
-        )
+        call = SparseCall(self, self._numel, self._k, self._op, mode, self._conserve, counts)
+        found = MODES[mode].total(self._comm, call, tree_over(self._machines))  # type: ignore[arg-type]
+        return self.result(found, self._comm.size if self._op == "avg" else 1)
+
+    # ---- messages ----------------------------------------------------------------------------
+    def send(self, context: Any, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
+        to = dict(pairs).get(self._comm.rank)
+        source = targets(pairs).get(self._comm.rank)
+        message = np.zeros(self.wire.message(k), np.uint8)
+        try:
+            if to is not None:
+                self._comm.send(self.wire.message_of(vector, k), to)
+            if source is None:
+                return None
+            self._comm.recv(message, source)
+        except CollectiveError as error:  # of which this machine's other ranks do not know
+            raise RuntimeError(str(error)) from error
+        return self.wire.read(message)
+
+    def gather(self, context: Any, counts: Sequence[int]) -> list[Vector]:
+        return [self.wire.read(r) for r in self._rows(self.wire.message_of(self.mine, max(counts)))]
+
+    def broadcast(self, context: Any, message: NDArray[np.uint8], root: int) -> None:
+        self._comm.pieces.broadcast(flat(message)[0], root)
+
+    def add(self, context: Any, whole: NDArray[np.float32]) -> None:
+        self._comm.allreduce(flat(whole)[0], "sum")
+
+    def _rows(self, row: NDArray[Any]) -> NDArray[Any]:
+        """The rows of all ranks, which have one shape."""
+        every = np.zeros((self._comm.size, row.size), row.dtype)
+        self._comm.rows.allgather(flat(row)[0], flat(every)[0], [row.size] * self._comm.size)
+        return every
 
     def _cheapest(self, longest: int) -> str:
         """The mode with the fewest bytes over a machine's link."""

@@ -72,6 +72,12 @@ class Group(_Base):  # type: ignore[misc]
         self._others: dict[str, Any] = {"cpu": others}
         self._coalesced: list[Any] | None = None
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long a call waits for other ranks."""
+        found: timedelta = self._timeout
+        return found
+
     @cached_property
     def engine(self) -> CudaEngine:
         """The engine of CUDA collectives, the same on all ranks; chosen at the first of them."""

@@ -98,7 +98,8 @@ class DataParallel(nn.Module):
         self._engine: Engine | None = None
         self._end = ""  # why it takes no part in training any more
         self._warned = False
-        transport = transport_of(group)
+        device = next((p.device.type for p in module.parameters()), "cpu")
+        transport = transport_of(group, device)
         if transport is None:
             return
         try:

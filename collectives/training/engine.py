@@ -27,7 +27,7 @@ from linkweave.collectives.training.lanes import Lanes, lanes_of
 from linkweave.collectives.training.layout import Layout, drop_gradients, frozen
 from linkweave.collectives.training.program import Program, at_once
 from linkweave.collectives.training.ranges import profiled
-from linkweave.collectives.training.states import TABLE, Event, State
+from linkweave.collectives.training.states import FINAL, TABLE, Event, State
 from linkweave.collectives.training.step_record import Moments
 from linkweave.collectives.training.stepping import Stepper
 from linkweave.collectives.training.transport import Transport
@@ -61,7 +61,6 @@ class Engine:
         self.roll = Roll(transport)
         self.layouts = 1  # how many times the module's parameters were looked up
         self._layout = Layout(module, embeddings.weights)
-        self._recorded: Recorded = []
         self._begun: Any = None  # when an optimizer's step was called
         self._fresh = False  # whether averages have come since the last step
         self._rows_only = 0  # the layout in which only embeddings have parameters
@@ -76,6 +75,7 @@ class Engine:
 
     def _unbuilt(self) -> None:
         """There are no units yet, or no more."""
+        self._recorded: Recorded = []
         self.units: tuple[Unit, ...] = ()
         self.tuner: Any = None
         self._unit_of: dict[int, tuple[int, int]] = {}  # (unit, number in it), by identity
@@ -183,7 +183,6 @@ class Engine:
         self._keep()
         self.lanes.close()
         self._gates.close()
-        self._recorded = []
         self._unbuilt()
         self._layout.unhook()
         self._listen()
@@ -278,7 +277,7 @@ class Engine:
         if self.roll.complete:  # others have no records
             self.tuner.before_step()
         self.exchange.begin()
-        self.lanes.begin()
+        self.lanes.begin(self.moments.on)
 
     def _gradient(self) -> None:
         try:
@@ -307,15 +306,17 @@ class Engine:
             return
         index, i = found
         unit, left = self.units[index], self._left[index]
-        sent = not left and self.sends
-        stale = index in self._passed
-        if fault := checks.fault_of(parameter.grad, unit.names[i], unit.name, stale, sent):
+        when = index in self._passed, not left and self.sends
+        if fault := checks.fault_of(parameter.grad, unit.names[i], unit.name, *when):
             self._fail(fault)
         self._left[index] = left - 1
-        if left == 1 and self.sends and self.state is State.COLLECTING:
-            self._collected(index)
+        if self.sends:
+            self.lanes.accumulated(index)
+            if left == 1 and self.state is State.COLLECTING:
+                self._collected(index)
 
     def _collected(self, index: int) -> None:
+        self.lanes.collects(index)
         self.gradients.collect(index)
         self.moments.ready(index)
         self.lanes.ready(index)
@@ -426,7 +427,7 @@ class Engine:
         self.tuner = self._tuner_of(self)
         self.exchange.load(self._kept)
         self.exchange.begin()
-        self.lanes.begin()
+        self.lanes.begin(self.moments.on)
 
     def adopt(self, program: Program) -> None:
         """Carry out another program from the next step on. All ranks must call it."""
@@ -475,8 +476,7 @@ class Engine:
 
     def rest(self) -> None:
         """Before a forward pass without gradients: if all is final, nothing need wait any more."""
-        final = self.state in (State.IDLE, State.LOCAL, State.UNREACHED, State.AVERAGED)
-        if self.units and final and not self.moments.on:
+        if self.units and self.state in FINAL and not self.moments.on:
             self._gates.close()
 
     # ---- step --------------------------------------------------------------------------------

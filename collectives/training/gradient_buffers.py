@@ -44,7 +44,7 @@ class GradientBuffers:
 
     A unit begins with a flag for each parameter, which is 1 if this rank has a gradient for it and
     0 if it has none. Flags travel with the gradients, so that ranks learn without a message of its
-    own which parameters no rank has used. Unless `flagged`, they are 0 until `tell` sets them.
+    own which parameters no rank has used. Unless `flagged`, they are 0, and `tell` says that.
     """
 
     def __init__(self, units: Sequence[Unit], empty: Empty, flagged: bool = True) -> None:
@@ -61,6 +61,7 @@ class GradientBuffers:
         ]
         self._flags = []
         self._found: list[list[bool]] = []  # whether this rank has a gradient for each parameter
+        self._told: list[list[bool]] = []  # whether some rank has, if `tell` has said it
         for unit, slot in zip(units, self.slots, strict=True):
             first = slot.first // unit.dtype.itemsize
             self._found.append([False] * len(unit.parameters))
@@ -120,7 +121,9 @@ class GradientBuffers:
         """Each parameter with its gradient, once the unit's flags have arrived; None if no rank has
         one."""
         flags: Sequence[Any] = self._found[unit]
-        if not all(flags):
+        if self._told:
+            flags = self._told[unit]
+        elif not all(flags):
             flags = self._flags[unit].tolist()  # read, and wait, only if need be
         for parameter, view, flag in zip(
             self.units[unit].parameters, self._views[unit], flags, strict=True
@@ -132,12 +135,13 @@ class GradientBuffers:
         return torch.tensor([float(found) for unit in self._found for found in unit])
 
     def tell(self, used: Sequence[float]) -> None:
-        """Set the flags of what arrives: of parameters that some rank has used, and of those of
-        which something arrives all the same."""
-        each = iter(used)
-        for flags, views in zip(self._flags, self._views, strict=True):
-            for i, view in zip(range(len(flags)), views, strict=False):
-                flags[i] = 1 if next(each) or bool(view.any()) else 0
+        """What arrives is of parameters that some rank has used, and of those of which something
+        arrives all the same."""
+        views = [view for unit in self._views for view in unit]
+        rare = [view.any() for view, use in zip(views, used, strict=True) if not use]
+        arrive = iter(torch.stack(rare).tolist() if rare else ())
+        every = iter([bool(use or next(arrive)) for use in used])
+        self._told = [[next(every) for _ in unit] for unit in self._found]
 
     def show(self, unit: int) -> None:
         """Once a unit's flags have arrived, let `grad` be what arrives; None if no rank has used

@@ -12,6 +12,7 @@ from linkweave.collectives.training.admission import compare_exchanges
 from linkweave.collectives.training.gtopk import GTopK, check_state
 from linkweave.collectives.training.sparse_exchange import SparseAverage
 from linkweave.collectives.training.transport import transport_of
+from linkweave.kernels import gtopk
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -36,15 +37,24 @@ class GTopKState:
         self.spec = GTopK(density, warmup, epoch_steps, mode=mode, conserve=conserve)
         self.steps = 0
         """Steps so far."""
-        self._transport = transport_of(group)
+        self._group, self._transport = group, transport_of(group)
         if self._transport:
             compare_exchanges(self._transport, self.spec)
-            self._transport.open(1)
-            self._average = SparseAverage(self._transport, mode, conserve)
+            self._run_on("cpu")
         self._threads = ThreadPoolExecutor(1, "linkweave-gtopk")  # a lane beside backward
+        self._stream: Any = None  # the lane on a GPU
         self._error: CollectiveError | None = None
         self._residuals: dict[tuple[int, ...], torch.Tensor] = {}  # by a bucket's parameters
         self._parts: dict[int, tuple[Any, torch.Tensor]] = {}  # of each parameter
+
+    def _run_on(self, device: str) -> None:
+        """Make the lane for gradients on a kind of device, which the first bucket tells."""
+        if device != "cpu" and self._transport:
+            self._transport.close()
+            self._transport = transport_of(self._group, device)
+        if self._transport:
+            self._transport.open(1)
+            self._average = SparseAverage(self._transport, self.spec.mode, self.spec.conserve)
 
     def start(self, bucket: dist.GradBucket) -> Future:  # type: ignore[name-defined]
         """Begin to average a bucket. Returns a future of its tensor."""
@@ -53,39 +63,56 @@ class GTopKState:
         if self._transport is None:
             done.set_result(x)
             return cast(Future, done)
-        if x.device.type != "cpu" or x.dtype == torch.float64:
+        if x.dtype not in gtopk.GRADIENTS:
             raise CollectiveError(
-                f"gtopk_hook takes float32, float16 and bfloat16 gradients on the CPU, not "
-                f"{x.dtype} on {x.device}"
+                f"gtopk_hook takes float32, float16 and bfloat16 gradients, not {x.dtype}"
             )
-        residual = self._residual_of(bucket)
-        self._threads.submit(self._run, done, bucket.index(), x, residual, self.steps)
+        arguments = bucket.index(), x, self._residual_of(bucket), self.steps
         self.steps += bucket.is_last()
+        if x.is_cuda:
+            return self._enqueue(*arguments)
+        self._threads.submit(self._run, done, *arguments)
         return cast(Future, done.then(_tensor))
 
-    def _run(
-        self, done: Any, index: int, x: torch.Tensor, residual: torch.Tensor, step: int
-    ) -> None:
+    def _enqueue(self, index: int, x: torch.Tensor, residual: torch.Tensor, step: int) -> Future:
+        """On a GPU, the lane is a stream beside that of the backward pass; the host waits for
+        nothing."""
+        if self._stream is None:
+            self._stream = cast(Any, torch.cuda.Stream)(x.device)
+            self._run_on("cuda")
+        self._stream.wait_event(torch.cuda.current_stream(x.device).record_event())
+        done: Any = torch.futures.Future(devices=[x.device])
+        with torch.cuda.stream(self._stream):
+            self._carry_out(index, x, residual, step)
+            if self._error:
+                raise self._error
+            done.set_result(x)
+        return cast(Future, done)
+
+    def _run(self, done: Any, *arguments: Any) -> None:
         """What the thread does for a bucket. The future's value is its tensor, or an error: DDP
         would take an error of the future for a tensor."""
+        self._carry_out(*arguments)
+        done.set_result(self._error or arguments[1])
+
+    def _carry_out(self, index: int, x: torch.Tensor, residual: torch.Tensor, step: int) -> None:
         try:
             if self._error is None:
                 density = self.spec.density_at(step)
-                sent = self._average(0, x, residual, [x.numel()], density, lambda where: where[:1])
-                x[sent.bad] = float("nan")  # which scalers of gradients look for
+                sent = self._average(0, x, residual, [x.numel()], density)
+                gtopk.drop_nonfinite(sent.fine, residual)
         except BaseException as error:  # the other ranks must not take later buckets for this one
             assert self._transport is not None
             kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
             self._error = kind(f"rank {self._transport.rank}, gtopk_hook, bucket {index}: {error}")
             self._transport.abort()
-        done.set_result(self._error or x)
 
     def _residual_of(self, bucket: dist.GradBucket) -> torch.Tensor:  # type: ignore[name-defined]
         """What is kept of a bucket's gradients, from wherever its parameters were before."""
         parameters, x = bucket.parameters(), bucket.buffer()
         key = tuple(map(id, parameters))
         if key not in self._residuals:
-            residual = torch.zeros(x.numel())
+            residual = torch.zeros(x.numel(), device=x.device)
             for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
                 first = gradient.storage_offset() - x.storage_offset()
                 part = residual[first : first + gradient.numel()]
@@ -149,7 +176,7 @@ def gtopk_hook(state: GTopKState, bucket: dist.GradBucket) -> Future:  # type: i
     """Average the largest gradients of a bucket; `state` keeps the others for later steps.
 
     `ddp.register_comm_hook(GTopKState(density=0.001), gtopk_hook)`. Buckets are exchanged one after
-    another beside the backward pass. A gradient that is not finite on some rank is NaN on all.
+    another beside the backward pass. A gradient that is not finite on some rank is so on all.
     Source: Shi et al., algorithm 4.
     """
     return state.start(bucket)

@@ -16,9 +16,10 @@ from linkweave.collectives.overlap.clock import StreamClock
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange, Packing
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
+from linkweave.collectives.training.hooks import nothing
 from linkweave.collectives.training.program import Op, Program, Span
 from linkweave.collectives.training.ranges import profiled
-from linkweave.collectives.training.transport import Queue, Transport, carry_out
+from linkweave.collectives.training.transport import Queue, Transport
 
 
 class Lanes(Protocol):
@@ -27,8 +28,14 @@ class Lanes(Protocol):
     sent: list[tuple[int, Any, Any]]
     """(op, start, end) of the step, in the order of their ends: moments of the device's clock."""
 
-    def begin(self) -> None:
-        """Begin a step, once the one before it is over."""
+    def begin(self, measured: bool) -> None:
+        """Begin a step, once the one before it is over. If it is `measured`, it makes `sent`."""
+
+    def accumulated(self, unit: int) -> None:
+        """A gradient of the unit has been accumulated, on a GPU by the current stream."""
+
+    def collects(self, unit: int) -> None:
+        """The unit's gradients are about to be brought into the buffers by the current stream."""
 
     def ready(self, unit: int) -> None:
         """The unit's gradients are in the buffers; they may be sent."""
@@ -58,7 +65,7 @@ def lanes_of(
             raise CollectiveError(
                 f"ShardedEmbedding {names} is on the CPU: the other parameters must be as well"
             )
-        return StreamLanes(transport, gradients, program, exchange.dtype)
+        return StreamLanes(transport, gradients, program, exchange)
     return HostLanes(transport, gradients, program, exchange, embeddings)
 
 
@@ -139,7 +146,7 @@ class HostLanes:
         transport.before_close(WeakMethod(self._drain))
 
     # ---- for the training loop ---------------------------------------------------------------
-    def begin(self) -> None:
+    def begin(self, measured: bool = True) -> None:
         """Begin a step, once the one before it is over."""
         self.wait_all()
         with self._changed:
@@ -150,6 +157,10 @@ class HostLanes:
             self._board.steps += 1
             self._board.going = self
             self._changed.notify_all()
+
+    def accumulated(self, unit: int) -> None: ...
+
+    def collects(self, unit: int) -> None: ...
 
     def ready(self, unit: int) -> None:
         """The unit's gradients are in the buffers; they may be sent."""
@@ -259,27 +270,30 @@ class HostLanes:
 class StreamLanes:
     """One step after another of a program, each lane on a CUDA stream of its own.
 
-    The host enqueues, and waits only to learn whether a parameter that this rank
-    has not used was used elsewhere. An op is enqueued when its gradients' kernels are, and all
-    ops before it in the program, on whatever lane: so all ranks enqueue all ops in one order, as
-    NCCL and kernels that need all ranks at once require. Its stream waits for the gradients and for
-    the ops in `after`. `arrivals` and `wait_all` make the current stream wait. Where a rank fails,
-    the communicator's or NCCL's watchdog ends the op, and a later call raises its error.
+    The host enqueues, and waits only to learn whether a parameter that this rank has not used was
+    used elsewhere, and for what an exchange says. An op is enqueued when its gradients' kernels
+    are, and all ops before it in the program, on whatever lane: so all ranks enqueue all ops in one
+    order, as NCCL and kernels that need all ranks at once require. Its stream waits for the
+    gradients, of whatever streams, and for the ops in `after`. `arrivals` and `wait_all` make the
+    current stream wait. Where a rank fails, the communicator's or NCCL's watchdog ends the op, and
+    a later call raises its error.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        gradients: GradientBuffers,
-        program: Program,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, transport: Transport, gradients: GradientBuffers, program: Program,
+        exchange: Exchange,
+    ) -> None:  # fmt: skip
         self._transport, self._program, self._slots = transport, program, gradients.slots
+        self._exchange, self._units = exchange, gradients.units
         self._device = device = gradients.units[0].device
         make: Any = torch.cuda.Stream
         self._streams = [make(device) for _ in range(program.lanes)]
-        self._packing = [Packing(transport, gradients, program, dtype) for _ in self._streams]
+        self._packing = [
+            Packing(transport, gradients, program, exchange.dtype) for _ in self._streams
+        ]
         self._clock = StreamClock(device)
+        self._measured = False
+        self._made: dict[int, dict[Any, None]] = {}  # of each unit: the streams of its gradients
         self._ready: dict[int, Any] = {}  # an event for each unit
         self._done: dict[int, Any] = {}  # an event for each op
         self._queues: dict[int, Queue] = {}
@@ -290,10 +304,24 @@ class StreamLanes:
         self._next = 0
         self._error: CollectiveError | None = None
         self.sent: list[tuple[int, Any, Any]] = []
+        transport.before_close(WeakMethod(self._drain))
 
-    def begin(self) -> None:
+    def begin(self, measured: bool) -> None:
         self.wait_all()
         self._ready, self._done, self._queues, self._next, self.sent = {}, {}, {}, 0, []
+        self._made, self._measured = {}, measured
+
+    def accumulated(self, unit: int) -> None:
+        self._made.setdefault(unit, {})[torch.cuda.current_stream(self._device)] = None
+
+    def collects(self, unit: int) -> None:
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._made.pop(unit, ()):
+            if stream != current:
+                current.wait_event(stream.record_event())
+                for parameter in self._units[unit].parameters:
+                    if parameter.grad is not None:  # which is freed once it has been copied
+                        parameter.grad.record_stream(current)
 
     def ready(self, unit: int) -> None:
         self._ready[unit] = torch.cuda.current_stream(self._device).record_event()
@@ -309,19 +337,22 @@ class StreamLanes:
         for other in op.after:
             stream.wait_event(self._done[other])
         with torch.cuda.stream(stream), profiled(f"lane {op.lane}: {self._program.label(number)}"):
-            start = self._clock.now()
-            x = packing.pack(op)
+            start = self._clock.now() if self._measured else None
             if op.streamed:
-                queue = self._transport.stream(op.lane, x, packing.sizes(op))
-                if not packing.copies(op):  # else units arrive when they have been unpacked
-                    self._queues[number] = queue
-                queue.wait()
+                self._stream(number, op, packing)
             else:
-                carry_out(self._transport, op, x)
-            packing.unpack(op, x)
-            end = self._clock.now()
-        self._done[number] = end
-        self.sent.append((number, start, end))
+                self._exchange.carry_out(op, packing, nothing)
+            self._done[number] = self._clock.now() if self._measured else stream.record_event()
+        if self._measured:
+            self.sent.append((number, start, self._done[number]))
+
+    def _stream(self, number: int, op: Op, packing: Packing) -> None:
+        x = packing.pack(op)
+        queue = self._transport.stream(op.lane, x, packing.sizes(op))
+        if not packing.copies(op):  # else units arrive when they have been unpacked
+            self._queues[number] = queue
+        queue.wait()
+        packing.unpack(op, x)
 
     def arrivals(self, unit: int) -> Iterator[int]:
         self._check()
@@ -341,6 +372,11 @@ class StreamLanes:
         if self._error is None:
             self._error = error
             self._transport.abort()
+
+    def _drain(self) -> None:
+        """Before this rank leaves: wait until what it has enqueued is sent."""
+        if self._error is None:
+            self.close()
 
     def close(self) -> None:
         for stream in self._streams:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Network
 from linkweave.collectives.overlap.network import sparse_seconds
+from linkweave.collectives.planning.sparse_tree import rounds
 from linkweave.collectives.training.exchange import Arrived, Packing
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.gtopk import GTopK
 from linkweave.collectives.training.program import Op
-from linkweave.collectives.training.transport import Transport, Vector
+from linkweave.collectives.training.transport import Transport
 from linkweave.kernels import gtopk
 
 log = logging.getLogger("linkweave")
@@ -30,9 +30,9 @@ class SparseExchange:
     An `Exchange` for programs whose ops have whole units. Residuals lie as gradients do in the
     buffers. An op takes the gradients of its units out of them and leaves the averages there.
 
-    A gradient that is not finite is left out. The rank that has it sends NaN in place of the flag
-    of its parameter, which no merge drops for a number: so all ranks learn that the step is to be
-    skipped, and why. What they have sent then goes to the residual of rank 0.
+    A gradient that is not finite is sent before all others, so all ranks learn that the step is to
+    be skipped. The finite sums then go to the residual of rank 0; of a dense average, elements that
+    are not finite are dropped. On a GPU the host waits once a step, in `settle`, to learn that.
     """
 
     whole = True
@@ -40,14 +40,14 @@ class SparseExchange:
 
     def __init__(self, spec: GTopK, gradients: GradientBuffers, transport: Transport) -> None:
         for unit in gradients.units:
-            if unit.device.type != "cpu" or unit.dtype == torch.float64:
+            if unit.device.type not in ("cpu", "cuda") or unit.dtype == torch.float64:
                 raise CollectiveError(
-                    "GTopK takes float32, float16 and bfloat16 parameters on the CPU; those of "
-                    f"{unit.name} are {unit.dtype} on {unit.device}"
+                    "GTopK takes float32, float16 and bfloat16 parameters on CPUs and GPUs; those "
+                    f"of {unit.name} are {unit.dtype} on {unit.device}"
                 )
         self.spec, self._gradients, self._transport = spec, gradients, transport
         self.average_of = SparseAverage(transport, spec.mode, spec.conserve)
-        self._residuals = [torch.zeros(x.numel()) for x in gradients.buffers]
+        self._residuals = [torch.zeros(x.numel(), device=x.device) for x in gradients.buffers]
         self.steps = 0
         """Steps made, without those that were skipped."""
         self.bad: tuple[str, ...] = ()
@@ -68,29 +68,35 @@ class SparseExchange:
         x, residual = self._memory(op)
         counts = op.sizes(x.element_size()) if self.spec.per == "unit" else [x.numel()]
         density = self.spec.density_at(self.steps)
-        marks = partial(self._flags, op)
-        self._sent[op] = self.average_of(op.lane, x, residual, counts, density, marks)
+        self._sent[op] = self.average_of(op.lane, x, residual, counts, density)
         arrived(op.spans)
 
     def settle(self) -> None:
         """After all ops of a step: tell which parameters have gradients. If the step is to be
         skipped, give back what was sent."""
-        used = self._gradients.used()
+        used = self._gradients.used().to(self._gradients.buffers[0].device)
         self._transport.total(used)
-        self._gradients.tell(used.tolist())
-        bad = [name for op, sent in self._sent.items() for name in self._names(op, sent.bad)]
-        self.bad = tuple(dict.fromkeys(bad))
-        if not self.bad:
+        fine = torch.stack([sent.fine for sent in self._sent.values()]).to(used)
+        told = torch.cat([used, fine]).tolist()
+        self._gradients.tell(told[: len(used)])
+        if all(told[len(used) :]):
             self.steps += 1
             return
-        log.warning("a step is skipped: gradients are not finite: %s", ", ".join(self.bad))
+        here, every = torch.zeros_like(used), torch.zeros_like(used)
         for op, sent in self._sent.items():
             x, residual = self._memory(op)
-            if self._transport.rank == 0 and sent.where is None:
-                residual += x.float() * self._transport.size
-            elif self._transport.rank == 0:
-                residual[sent.where] += sent.sums
+            here[self._numbers(op, sent.bad_here(residual))] = 1
+            every[self._numbers(op, sent.bad())] = 1
+            residual.nan_to_num_(0, 0, 0)
+            if self._transport.rank == 0:
+                sent.give_back(residual, self._transport.size)
             x.zero_()
+        every += here
+        self._transport.total(every)
+        self.bad = self._names(every)
+        if mine := ", ".join(self._names(here)):
+            log.warning("rank %d: the gradient is not finite: %s", self._transport.rank, mine)
+        log.warning("a step is skipped: gradients are not finite: %s", ", ".join(self.bad))
         for number, unit in enumerate(self._gradients.units):
             for name, (_, view) in zip(unit.names, self._gradients.of(number), strict=True):
                 if name in self.bad and view is not None:
@@ -135,9 +141,8 @@ class SparseExchange:
         key = lane, x.numel()
         if key not in self._rehearsed:
             generator = torch.Generator().manual_seed(lane)
-            self._rehearsed[key] = torch.randn(x.numel(), generator=generator)
-        counts = [x.numel()]
-        self.average_of(lane, x, self._rehearsed[key], counts, self.spec.density, lambda at: at)
+            self._rehearsed[key] = torch.randn(x.numel(), generator=generator).to(x.device)
+        self.average_of(lane, x, self._rehearsed[key], [x.numel()], self.spec.density)
 
     @property
     def skips(self) -> bool:
@@ -151,57 +156,72 @@ class SparseExchange:
         at = first // x.element_size()
         return x, self._residuals[op.buffer][at : at + x.numel()]
 
-    # ---- elements and parameters -----------------------------------------------------------------
-    def _parameters(self, op: Op) -> list[tuple[str, int, int]]:
-        """(name, element of the op at which its flag lies, element at which it begins)"""
-        item = self._gradients.buffers[op.buffer].element_size()
-        found = []
+    def _numbers(self, op: Op, where: torch.Tensor) -> list[int]:
+        """The parameters, by number, that have these elements of the op."""
+        item, starts = self._gradients.buffers[op.buffer].element_size(), []
         for unit in op.needs:
             first = (self._gradients.slots[unit].first - op.runs[0][0]) // item
-            of = self._gradients.units[unit]
-            for i, (name, at) in enumerate(zip(of.names, of.offsets(), strict=False)):
-                found.append((name, first + i, first + at))
-        return found
+            before = sum(len(one.names) for one in self._gradients.units[:unit])
+            offsets = zip(
+                self._gradients.units[unit].names,
+                self._gradients.units[unit].offsets(),
+                strict=False,
+            )
+            starts += [(first + at, before + i) for i, (_, at) in enumerate(offsets)]
+        starts.sort()
+        return sorted(
+            {starts[bisect_right(starts, (at, len(starts))) - 1][1] for at in where.tolist()}
+        )
 
-    def _numbers(self, op: Op, where: torch.Tensor) -> list[int]:
-        """The op's parameters, by number, whose elements or flags these are."""
-        parameters = self._parameters(op)
-        of_flag = {flag: i for i, (_, flag, _) in enumerate(parameters)}
-        found = np.searchsorted([at for _, _, at in parameters], where.numpy(), "right") - 1
-        every = zip(where.tolist(), found.tolist(), strict=True)
-        return sorted({of_flag.get(element, number) for element, number in every})
-
-    def _names(self, op: Op, where: torch.Tensor) -> list[str]:
-        parameters = self._parameters(op)
-        return [parameters[i][0] for i in self._numbers(op, where)]
-
-    def _flags(self, op: Op, where: torch.Tensor) -> torch.Tensor:
-        """The flags of the parameters at these elements, where this rank has no finite gradient."""
-        names = ", ".join(self._names(op, where))
-        log.warning("rank %d: the gradient is not finite: %s", self._transport.rank, names)
-        parameters = self._parameters(op)
-        return torch.tensor([parameters[i][1] for i in self._numbers(op, where)])
+    def _names(self, numbers: torch.Tensor) -> tuple[str, ...]:
+        every = [name for unit in self._gradients.units for name in unit.names]
+        return tuple(name for name, has in zip(every, numbers.tolist(), strict=True) if has)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What all ranks together have sent: sums at the elements `where`, or if that is None, at all
-    elements. `bad` are elements at which some rank had a sum that is not finite."""
+    """What an op has sent. The tensors are on the device of the gradients.
 
-    where: torch.Tensor | None
-    sums: torch.Tensor
-    bad: torch.Tensor
+    found: the sums of all ranks; None if all gradients have been averaged, which are in `x`.
+    own: the entries of this rank, unless it sends all.
+    fine: whether all sums are finite, a scalar.
+    """
+
+    x: torch.Tensor
+    found: torch.Tensor | None
+    own: torch.Tensor | None
+    fine: torch.Tensor
+
+    def bad(self) -> torch.Tensor:
+        """The elements whose sums are not finite. The host waits."""
+        return _bad(self.x, self.found)
+
+    def bad_here(self, residual: torch.Tensor) -> torch.Tensor:
+        """The elements at which this rank had no finite gradient. The host waits."""
+        left = _bad(residual, None)
+        return left if self.own is None else torch.cat([left, _bad(residual, self.own)])
+
+    def give_back(self, residual: torch.Tensor, ranks: int) -> None:
+        """Add the finite sums to a residual."""
+        if self.found is None:
+            residual += torch.where(self.x.isfinite(), self.x.float() * ranks, 0)
+        else:
+            gtopk.keep(self.found, self.found, residual, arrived=True)
 
 
-Marks = Callable[[torch.Tensor], torch.Tensor]
-"""From the elements at which a rank's residual is not finite to those at which it sends NaN."""
+def _bad(x: torch.Tensor, vector: torch.Tensor | None) -> torch.Tensor:
+    if vector is None:
+        return (~x.isfinite()).nonzero().flatten()
+    return vector[1][~gtopk.values_of(vector).isfinite()]
 
 
 class SparseAverage:
-    """Averages flat tensors over the ranks of a transport.
+    """Averages flat tensors over the ranks of a transport, on any device.
 
     mode, conserve: as in `GTopK`. "auto" chooses by the times of `network`, a dense all-reduce's;
     all ranks must have the same. A residual is float32, with as many elements as the gradients.
+    The number of entries follows from the number of elements, so that on a GPU the host never waits
+    for a length.
     """
 
     def __init__(self, transport: Transport, mode: str, conserve: bool) -> None:
@@ -219,78 +239,70 @@ class SparseAverage:
 
     def __call__(
         self, lane: int, x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int],
-        density: float, marks: Marks,
+        density: float,
     ) -> Sent:  # fmt: skip
         """Replace the gradients in x by the averages of what is sent, and zeros.
 
         `x` is float32, float16 or bfloat16. The largest entries of each of its parts, of so many
         elements, are sent. Sums are in float32, along a tree of ranks or in their order; an average
-        is a sum divided once, and rounded to the dtype of x. What is not finite is left out.
+        is a sum divided once, and rounded to the dtype of x. What is not finite counts as largest,
+        so that it reaches all ranks; unless the result is `fine`, the residual may keep some of it.
         """
         shares = [max(1, round(density * n)) for n in counts]
         mode = self.choose(x.nbytes, sum(shares), x.numel())
         if mode == "dense":
-            return self._dense(lane, x, residual, marks)
-        vector = _selected(x, residual, counts, shares)
-        if not vector[0].isfinite().all():
-            residual[vector[1]] = vector[0]
-            _mark(residual, marks)
-            vector = _selected(x, residual, counts, shares)
-        sums, where = self._transport.sparse(
-            lane, vector, x.numel(), sum(shares), residual, mode, self._conserve
-        )
-        fine = sums.isfinite()
-        bad = where[~fine]
-        if bad.numel():
-            sums, where = sums[fine], where[fine]
-            residual[~residual.isfinite()] = 0  # NaN that were more than the entries
-        x[where] = _narrowed(sums / self._transport.size, x.dtype)
-        return Sent(where, sums, bad)
+            return self._dense(lane, x, residual)
+        own = _selected(x, residual, counts, shares)
+        cuts: list[torch.Tensor] = []
+        found = self._merged(lane, own, cuts) if mode == "gtopk" else self._gathered(lane, own)
+        gtopk.keep(own, found, residual)
+        for cut in cuts if self._conserve else ():
+            gtopk.keep(cut, found, residual, arrived=True)
+        gtopk.scatter(found, x, self._transport.size)
+        return Sent(x, found, own, gtopk.values_of(found).isfinite().all())
 
-    def _dense(self, lane: int, x: torch.Tensor, residual: torch.Tensor, marks: Marks) -> Sent:
+    def _merged(self, lane: int, own: torch.Tensor, cuts: list[torch.Tensor]) -> torch.Tensor:
+        """As many entries of the sum as a rank has. Ranks merge their vectors along a tree, and
+        append what each merge cuts to `cuts`; its root sends the result to all.
+
+        Source: Shi et al., algorithm 3, for any number of ranks.
+        """
+        tree, vector = self._transport.tree(own.nbytes), own
+        for pairs in rounds(tree):
+            if (got := self._transport.pairwise(lane, vector, pairs)) is not None:
+                vector, cut = gtopk.merge(vector, got, own.shape[1])
+                cuts.append(cut)
+        if self._transport.rank != tree.root:
+            vector = torch.empty_like(own)
+        self._transport.broadcast(vector, tree.root, lane)
+        return vector
+
+    def _gathered(self, lane: int, own: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' entries, added in the order of the ranks."""
+        every = self._transport.allgather(lane, own)
+        total = every[0]
+        for other in every[1:]:
+            total, _ = gtopk.merge(total, other, total.shape[1] + other.shape[1])
+        return total
+
+    def _dense(self, lane: int, x: torch.Tensor, residual: torch.Tensor) -> Sent:
         """Send all."""
         _selected(x, residual, [x.numel()], [0])
-        marked = x.new_empty(0, dtype=torch.int64)
-        if not residual.isfinite().all():
-            marked = _mark(residual, marks)
-            residual[marked] = 0
-        x.copy_(_narrowed(residual, x.dtype, self._transport.size))  # whose sum is finite
-        residual -= x  # what x rounds away
-        x[marked] = float("nan")
+        x.copy_(gtopk.narrowed(residual, x.dtype, self._transport.size))  # whose sum is finite
+        residual.sub_(x)  # what x rounds away, and NaN where it is not finite
         self._transport.average(lane, x)
-        bad = marked[:0]
-        if not x.sum().isfinite():
-            bad = (~x.isfinite()).nonzero().flatten()
-            x[bad] = 0
-        return Sent(None, x, bad)
+        least, most = x.aminmax()
+        return Sent(x, None, None, least.isfinite() & most.isfinite())
 
 
 def _selected(
     x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int], shares: Sequence[int]
-) -> Vector:
-    """Add x to the residual, and take the largest entries of each part out of that."""
+) -> torch.Tensor:
+    """Add x to the residual, and take the largest entries of each part out of that: a vector."""
     found, first = [], 0
     for count, k in zip(counts, shares, strict=True):
         part = slice(first, first + count)
         values, indices = gtopk.select(x[part], residual[part], k)
-        found.append((values, indices + first))
+        found.append(gtopk.vector_of(values, indices + first))
         first += count
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([pair[0] for pair in found]), torch.cat([pair[1] for pair in found])
-
-
-def _narrowed(x: torch.Tensor, dtype: torch.dtype, ranks: int = 1) -> torch.Tensor:
-    """Finite float32 values in the dtype; what is too large to add up over the ranks saturates."""
-    most = torch.finfo(dtype).max / ranks
-    return x if x.dtype == dtype else x.clamp(-most, most).to(dtype)
-
-
-def _mark(residual: torch.Tensor, marks: Marks) -> torch.Tensor:
-    """Drop what is not finite, and put NaN, which is selected first, where `marks` says. Returns
-    where that is."""
-    where = (~residual.isfinite()).nonzero().flatten()
-    residual[where] = 0
-    marked = marks(where)
-    residual[marked] = float("nan")
-    return marked
+    return found[0] if len(found) == 1 else torch.cat(found, 1)

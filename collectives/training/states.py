@@ -21,6 +21,10 @@ class State(Enum):
     CLOSED = "closed"
 
 
+FINAL = (State.IDLE, State.LOCAL, State.UNREACHED, State.AVERAGED)
+"""In these states nothing is under way, and parameters are final."""
+
+
 class Event(Enum):
     """What the training loop, PyTorch's hooks and the end of a wait tell the engine."""
 

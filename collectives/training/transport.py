@@ -12,26 +12,24 @@ from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakMethod, finalize
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from linkweave.collectives.cluster import pieces
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
+from linkweave.collectives.cluster.sparse import tree_over
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.group import Group
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.launch.join import init
 from linkweave.collectives.overlap.communication import ALL_GATHER, REDUCE_SCATTER
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.collective import Pairs, targets
+from linkweave.collectives.planning.sparse_tree import binomial_tree, merge_tree
 from linkweave.collectives.runtime.diagnose import RAISED
-from linkweave.collectives.sparse.linked import linked_allreduce
 from linkweave.collectives.training.program import Op
 from linkweave.topology.checks import shown
-
-Vector = tuple[torch.Tensor, torch.Tensor]
-"""A sparse vector: values, and ascending int32 indices."""
 
 Counts = Sequence[Sequence[int]]
 """How many elements each rank sends to each rank: `counts[src][dst]`."""
@@ -75,18 +73,24 @@ class Transport(Protocol):
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
         """Average layers of so many elements, which become final one after another."""
 
-    def sparse(
-        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str,
-        conserve: bool,
-    ) -> Vector:  # fmt: skip
-        """The sum of all ranks' sparse vectors, as `Communicator.sparse_allreduce` has it."""
+    def tree(self, nbytes: int) -> Tree:
+        """The tree along which messages of so many bytes are merged."""
+
+    def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+        """Send x from the source of each pair to its target; returns what this rank receives, a
+        tensor like x, if it is a target. A rank is in one pair at most. On a GPU the host does not
+        wait, here and below."""
+
+    def allgather(self, lane: int, x: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, [size, *x.shape]."""
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
         """Send elements of a flat tensor to each rank; what each rank sends to this one, in rank
         order. CPU tensors only."""
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
-        """Copy `x` of rank `source` to all ranks. Not beside another call of this kind."""
+    def broadcast(self, x: torch.Tensor, source: int = 0, lane: int | None = None) -> None:
+        """Copy `x` of rank `source` to all ranks. Not beside another call of this kind, unless it
+        is on a lane."""
 
     def total(self, x: torch.Tensor) -> None:
         """Add `x` up over all ranks, in place. Not beside another call of this kind."""
@@ -168,13 +172,18 @@ class OverCommunicator:
         queue: Queue = self._lanes[lane].allreduce_queue(x, sizes, "avg")
         return queue
 
-    def sparse(
-        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str,
-        conserve: bool,
-    ) -> Vector:  # fmt: skip
-        found: Vector = self._lanes[lane].sparse_allreduce(
-            *vector, numel, k, residual=residual, mode=mode, conserve=conserve
-        )
+    def tree(self, nbytes: int) -> Tree:
+        if isinstance(self._whole, ClusterCommunicator):
+            return tree_over(self._whole.machines)
+        return merge_tree(self._whole.calls.planner.topology, nbytes)
+
+    def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+        got = torch.empty_like(x) if self.rank in targets(pairs) else None
+        self._lanes[lane].sendrecv(x if got is None else got, pairs)
+        return got
+
+    def allgather(self, lane: int, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._lanes[lane].allgather(x)
         return found
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
@@ -186,8 +195,8 @@ class OverCommunicator:
             found = over.alltoall(x, None, *splits(counts, self.rank))
         return found
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
-        self._own.broadcast(x, source)
+    def broadcast(self, x: torch.Tensor, source: int = 0, lane: int | None = None) -> None:
+        (self._own if lane is None else self._lanes[lane]).broadcast(x, source)
 
     def total(self, x: torch.Tensor) -> None:
         self._own.allreduce(x)
@@ -224,6 +233,7 @@ class OverGroup:
         self._group = group
         self._own = self._made()  # the caller goes on using the group
         self._lanes: list[Any] = []
+        self._met: set[int] = set()  # lanes of which NCCL knows all ranks
         self._aborted = False
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -239,6 +249,8 @@ class OverGroup:
 
     def _timeout(self) -> timedelta | None:
         """The caller's, or None for the backend's default. torch.distributed tells no other way."""
+        if isinstance(self._group, Group):
+            return self._group.timeout
         backend = self._backend(self._group._device_types[0])
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG wraps it
         found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -248,7 +260,7 @@ class OverGroup:
         self._lanes += [self._made() for _ in range(lanes - len(self._lanes))]
 
     def average(self, lane: int, x: torch.Tensor) -> None:
-        if self._on_nccl(x):
+        if self._averages(x):
             dist.all_reduce(x, dist.ReduceOp.AVG, self._lanes[lane])
         elif x.dtype == torch.float16:  # whose sum may overflow
             dist.all_reduce(x.div_(self.size), group=self._lanes[lane])
@@ -258,7 +270,7 @@ class OverGroup:
 
     def scatter(self, lane: int, x: torch.Tensor) -> None:
         whole, mine, rest = share_of(x, self.rank, self.size)
-        if mine.numel() and self._on_nccl(x):
+        if mine.numel() and self._averages(x):
             found = torch.empty_like(mine)
             dist.reduce_scatter_single(found, whole, dist.ReduceOp.AVG, self._lanes[lane])
             mine.copy_(found)
@@ -275,8 +287,11 @@ class OverGroup:
         if mine.numel():
             dist.all_gather_single(whole, mine.clone(), group=self._lanes[lane])
 
-    def _on_nccl(self, x: torch.Tensor) -> bool:
-        return x.device.type == "cuda" and self._backend(x.device).name() == "nccl"
+    def _averages(self, x: torch.Tensor) -> bool:
+        """Whether the group has averages of its own, as NCCL and linkweave do on GPUs."""
+        if isinstance(self._group, Group):
+            return x.is_cuda
+        return x.is_cuda and self._backend(x.device).name() == "nccl"
 
     def _backend(self, device: Any) -> Any:
         """The group's backend for a device, such as that of "cpu:gloo,cuda:nccl"."""
@@ -288,12 +303,28 @@ class OverGroup:
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
         return GroupQueue(x, sizes, self._lanes[lane], self.size)
 
-    def sparse(
-        self, lane: int, vector: Vector, numel: int, k: int, residual: torch.Tensor, mode: str,
-        conserve: bool,
-    ) -> Vector:  # fmt: skip
-        links = GroupLinks(self._lanes[lane])
-        return linked_allreduce(links, vector, numel, k, residual, mode, conserve)
+    def tree(self, nbytes: int) -> Tree:
+        return binomial_tree(self.size)
+
+    def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+        group = self._lanes[lane]
+        if x.is_cuda and lane not in self._met:  # NCCL needs all ranks before messages of some
+            self._met.add(lane)
+            dist.all_reduce(x.new_zeros(1), group=group)
+        got, ops = None, []
+        if (to := dict(pairs).get(self.rank)) is not None:
+            ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=to))
+        if (source := targets(pairs).get(self.rank)) is not None:
+            got = torch.empty_like(x)
+            ops.append(dist.P2POp(dist.irecv, got, group=group, group_peer=source))
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+        return got
+
+    def allgather(self, lane: int, x: torch.Tensor) -> torch.Tensor:
+        every = x.new_empty((self.size, *x.shape))
+        dist.all_gather_single(every.view(-1), x.view(-1), group=self._lanes[lane])
+        return every
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
         sends, receives = splits(counts, self.rank)
@@ -301,8 +332,9 @@ class OverGroup:
         dist.all_to_all_single(out, x, receives, sends, self._lanes[lane])
         return out
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
-        dist.broadcast(x, group=self._own, group_src=source)
+    def broadcast(self, x: torch.Tensor, source: int = 0, lane: int | None = None) -> None:
+        group = self._own if lane is None else self._lanes[lane]
+        dist.broadcast(x, group=group, group_src=source)
 
     def total(self, x: torch.Tensor) -> None:
         dist.all_reduce(x, group=self._own)
@@ -362,11 +394,13 @@ def send(transport: Transport, tensors: Sequence[torch.Tensor], source: int = 0)
                     tensor.data.copy_(found.view(tensor.dtype).view(tensor.shape))
 
 
-def transport_of(group: Any) -> Transport | None:
-    """The transport for the `group` that a caller passes; None for a single rank.
+def transport_of(group: Any, device: str = "cpu") -> Transport | None:
+    """The transport for tensors on a kind of device, for the `group` that a caller passes; None for
+    a single rank.
 
     None means the default communicator, or else the default group of torch.distributed, or else
-    the ranks that torchrun has started. Raises CollectiveError for anything else.
+    the ranks that torchrun has started. On GPUs, a group of linkweave takes its own kernels or NCCL
+    as `CudaEngine` says. Raises CollectiveError for anything else.
     """
     if group is None:
         try:
@@ -378,7 +412,7 @@ def transport_of(group: Any) -> Transport | None:
                 group = init()
             else:
                 return None
-    if isinstance(group, Group):
+    if isinstance(group, Group) and device == "cpu":
         group = group.communicator
     if isinstance(group, Communicator | ClusterCommunicator):
         return OverCommunicator(group) if group.size > 1 else None
@@ -420,29 +454,3 @@ class GroupQueue:
             self._works[self._done].wait()
             self._final += self._parts[self._done].div_(self._size).numel()
             self._done += 1
-
-
-class GroupLinks:
-    """`sparse.linked.Links` over a process group that takes CPU tensors."""
-
-    def __init__(self, group: Any) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
-
-    def send(self, message: NDArray[np.uint8], to: int) -> None:
-        dist.send(torch.from_numpy(message), group=self._group, group_dst=to)
-
-    def receive(self, message: NDArray[np.uint8], source: int) -> None:
-        dist.recv(torch.from_numpy(message), group=self._group, group_src=source)
-
-    def broadcast(self, message: NDArray[np.uint8], root: int) -> None:
-        dist.broadcast(torch.from_numpy(message), group=self._group, group_src=root)
-
-    def gather(self, row: NDArray[Any]) -> NDArray[Any]:
-        mine = torch.from_numpy(row)
-        every = mine.new_empty((self.size, *mine.shape))
-        dist.all_gather(list(every), mine, self._group)
-        return every.numpy()
-
-    def add(self, whole: NDArray[np.float32]) -> None:
-        dist.all_reduce(torch.from_numpy(whole), group=self._group)

@@ -442,3 +442,20 @@ def test_the_rank_that_fails_is_the_one_that_is_raised(
     with pytest.raises(KeyError, match=r"of rank 1") as caught:
         collectives.spawn(raises, 3, "mesh-3", **MODES[mode])
     assert caught.value.__notes__[0].startswith("rank 1:\n")
+
+
+def along_pairs(rank: int) -> bool:
+    comm = get_default()
+    for pairs in ([(0, 2)], [(1, 0)], [(2, 1)]):
+        x = tensor(values(rank, 300, "int32"), "int32")
+        comm.sendrecv(x, pairs)
+        comm.synchronize()
+        ((source, target),) = pairs
+        assert (x.array == values(source if rank == target else rank, 300, "int32")).all()
+    return True
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_messages_along_pairs(mode: str, machine: Machine) -> None:
+    found = collectives.spawn(along_pairs, 3, "mesh-3", timeout=100, **MODES[mode])
+    assert found == [True] * 3

@@ -168,7 +168,7 @@ def dtypes(rank: int) -> None:
     assert apart(Training(ALL, make=Mixed, lr=0.1).steps(0).close(), want) < 1e-6
     inner = small().double()
     double = DataParallel(inner, SGD(inner.parameters(), 0.1), exchange=FEW)
-    words = "GTopK takes float32, float16 and bfloat16 parameters on the CPU; those of 1 are"
+    words = "GTopK takes float32, float16 and bfloat16 parameters on CPUs and GPUs; those of 1 are"
     assert words in error_of(double(images(0, 2)[0]).sum().backward)
 
 

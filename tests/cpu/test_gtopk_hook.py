@@ -147,10 +147,10 @@ def broken(rank: int) -> list[Any]:
     ddp.zero_grad()
     ddp(gradients(rank, 1)).backward()
     again = flat(p.grad for p in model.parameters())
-    return [found.isnan().nonzero().flatten().tolist(), bool(again.isfinite().all())]
+    return [(~found.isfinite()).nonzero().flatten().tolist(), bool(again.isfinite().all())]
 
 
-def test_a_gradient_that_is_not_finite_is_nan_on_all_ranks() -> None:
+def test_a_gradient_that_is_not_finite_is_so_on_all_ranks() -> None:
     assert run(3, broken, backend="gloo") == [[[400], True]] * 3
 
 
@@ -165,7 +165,7 @@ def refused(rank: int) -> str:
 
 
 def test_what_is_refused() -> None:
-    assert all("not torch.float64 on cpu" in words for words in run(2, refused, backend="gloo"))
+    assert all("not torch.float64" in words for words in run(2, refused, backend="gloo"))
     with pytest.raises(CollectiveError, match="a density must be above 0"):
         GTopKState(density=0)
 

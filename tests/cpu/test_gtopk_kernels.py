@@ -1,4 +1,4 @@
-"""Selection of gTop-k on the CPU, against NumPy."""
+"""Selection and sparse vectors of gTop-k: the CPU against NumPy, the GPU against the CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linkweave.kernels import gtopk
-from linkweave.kernels.gtopk import steps
+from linkweave.kernels.gtopk import cpu, gpu, steps
 from linkweave.kernels.parallel import parts
 from linkweave.kernels.topk import sparsify
 from tests.cpu.casting import same, special
-from tests.cpu.triton_checks import OnGpu
+from tests.cpu.triton_checks import OnGpu, compiled, resources, same_bits_in_the_interpreter
 
 HALVES = (torch.float16, torch.bfloat16)
 SIZES = (0, 1, 2, 63, 64, 65, 1009, 40009)
@@ -126,12 +127,12 @@ META = torch.ones(4, device="meta")
         ({"grad": META}, "grad must be a tensor on the CPU or a GPU, not meta"),
         ({"grad": torch.ones(4).double()}, "grad must be a tensor of torch.float32 or torch.float16"
          " or torch.bfloat16, not torch.float64"),
-        ({"grad": torch.ones(2, 2)}, "grad must be contiguous of one dimension, not (2, 2)"),
-        ({"grad": BUFFER[::2]}, "grad must be contiguous of one dimension, not (4,)"),
+        ({"grad": torch.ones(2, 2)}, "grad must be contiguous of shape (any), not (2, 2)"),
+        ({"grad": BUFFER[::2]}, "grad must be contiguous of shape (any), not (4,)"),
         ({"residual": torch.ones(4).half()}, "residual must be a tensor of torch.float32, not"),
         ({"residual": np.ones(4)}, "residual must be a tensor of torch.float32, not float64"),
         ({"residual": META}, "residual must be on cpu as the others, not on meta"),
-        ({"residual": torch.ones(5)}, "residual must be contiguous of shape (4,), not (5,)"),
+        ({"residual": torch.ones(5)}, "residual must be contiguous of shape (4), not (5,)"),
         ({"grad": BUFFER[:4], "residual": BUFFER[3:7]}, "grad and residual overlap in memory"),
         ({"k": 5}, "k must be from 0 to 4, not 5"),
         ({"k": 1.0}, "k must be an integer, not 1.0"),
@@ -146,11 +147,109 @@ def test_bad_selections_change_nothing(arguments: dict[str, Any], words: str) ->
 
 
 def test_positions_must_fit_int32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "MOST", 4)
+    monkeypatch.setattr(steps, "PAD", 4)
     with pytest.raises(ValueError, match=re.escape("grad has 4 elements; there must be fewer")):
         gtopk.select(X.clone(), X.clone(), 1)
 
 
+# ---- vectors ------------------------------------------------------------------------------------
+def vector(rng: np.random.Generator, n: int, room: int, kind: int) -> torch.Tensor:
+    """Up to `room` entries below n: of any value, of few values, or with some not finite."""
+    size = min(n, int(rng.integers(0, room + 1)))
+    values = rng.standard_normal(size).astype(np.float32)
+    if kind == 1:
+        values = rng.integers(-2, 3, size).astype(np.float32)
+    if kind == 2:
+        values[rng.random(size) < 0.3] = rng.choice([np.nan, np.inf, -np.inf, -0.0])
+    return cpu._vector((values, np.sort(rng.permutation(n)[:size]).astype(np.int32)), room)
+
+
+def bits(vector: torch.Tensor) -> list[list[int]]:
+    return [plain(gtopk.values_of(vector)).view(torch.int32).tolist(), vector[1].tolist()]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_torch_and_numba_return_the_same_bits(seed: int) -> None:
+    """What GPUs run is torch's operations, on whatever device."""
+    rng, kind = np.random.default_rng(seed), seed % 3
+    n, rooms = int(rng.integers(1, 60)), rng.integers(0, 12, 2)
+    a, b = (vector(rng, n, int(room), kind) for room in rooms)
+    k = int(rng.integers(0, sum(rooms) + 1))
+    for ours, its in zip(cpu.merge(a, b, k), gpu.merge(a, b, k), strict=True):
+        assert bits(ours) == bits(its)
+    for arrived in (False, True):
+        first = rng.choice(np.float32([0.0, -0.0, 1.5]), n)
+        residuals = [torch.from_numpy(first.copy()) for _ in range(2)]
+        for kernels, residual in zip((cpu, gpu), residuals, strict=True):
+            if len(a[1]):
+                kernels.keep(a, b, residual, arrived)
+        assert residuals[0].numpy().tobytes() == residuals[1].numpy().tobytes()
+    for dtype in (torch.float32, *HALVES):
+        results = []
+        for kernels in (cpu, gpu):
+            x = torch.zeros(n, dtype=dtype)
+            values = gtopk.narrowed(gtopk.values_of(a) + 0.0, dtype)
+            kernels.scatter(a[1], values, x)
+            results.append(plain(x).view(torch.int16 if x.itemsize == 2 else torch.int32))
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_merge_keeps_the_largest_of_the_sum(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n, room = int(rng.integers(1, 60)), int(rng.integers(1, 12))
+    a, b = (vector(rng, n, room, 1) for _ in range(2))
+    dense = np.zeros(n)
+    for values, indices in map(cpu.entries, (a, b)):
+        dense[indices] += values
+    present = sorted({*cpu.entries(a)[1].tolist(), *cpu.entries(b)[1].tolist()})
+    largest = sorted(present, key=lambda i: (-abs(dense[i]), i))
+    for k in (0, 1, room, 2 * room):
+        kept, cut = gtopk.merge(a, b, k)
+        assert kept.shape == (2, k) and cut.shape == (2, 2 * room - k)
+        for part, want in ((kept, largest[:k]), (cut, largest[k:])):
+            values, indices = cpu.entries(part)
+            assert indices.tolist() == sorted(want)
+            assert values.tolist() == [dense[i] for i in sorted(want)]
+
+
+def test_averages_are_rounded_once_and_saturate() -> None:
+    made = gtopk.vector_of(torch.tensor([1.0, -1e30, float("inf")]),
+                           torch.tensor([1, 2, 4], dtype=torch.int32))  # fmt: skip
+    x = torch.zeros(5, dtype=torch.float16)
+    gtopk.scatter(made, x, 3)
+    assert x.tolist() == [0, float(torch.tensor(1 / 3).half()), -65504, 0, float("inf")]
+
+
+@pytest.mark.parametrize("fine", [True, False])
+def test_what_is_not_finite_is_dropped_if_anything_was(fine: bool) -> None:
+    residual = torch.tensor([1.0, float("nan"), -float("inf"), 2.0])
+    gtopk.drop_nonfinite(torch.tensor(fine), residual)
+    assert bool(residual.isfinite().all()) is not fine
+    assert residual[[0, 3]].tolist() == [1.0, 2.0]
+
+
+VECTOR = gtopk.vector_of(torch.ones(2), torch.tensor([0, 3], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: gtopk.merge(VECTOR, VECTOR, 5), "k is 5, above the room of both vectors, 4"),
+        (lambda: gtopk.merge(VECTOR, VECTOR, -1), "k must be at least 0, not -1"),
+        (lambda: gtopk.merge(VECTOR[0], VECTOR, 1), "a must be contiguous of shape (2, any), not"),
+        (lambda: gtopk.merge(VECTOR, VECTOR.long(), 1), "b must be a tensor of torch.int32, not"),
+        (lambda: gtopk.keep(VECTOR, VECTOR.as_subclass(OnGpu), X), "found must be on cpu as the"),
+        (lambda: gtopk.scatter(VECTOR, X.double(), 2), "x must be a tensor of torch.float32 or"),
+        (lambda: gtopk.drop_nonfinite(X, X), "fine must be a tensor of torch.bool, not"),
+    ],
+)  # fmt: skip
+def test_bad_vectors_are_refused(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        call()
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------
 def test_tensors_on_a_gpu_go_to_sparsify(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
@@ -158,7 +257,7 @@ def test_tensors_on_a_gpu_go_to_sparsify(monkeypatch: pytest.MonkeyPatch) -> Non
         calls.append(k)
         return torch.zeros(k), torch.zeros(k, dtype=torch.int32)
 
-    monkeypatch.setattr(steps, "sparsify", sparsified)
+    monkeypatch.setattr(gpu, "sparsify", sparsified)
     grad, residual, none = (torch.ones(n).as_subclass(OnGpu) for n in (4, 4, 0))
     values, _ = gtopk.select(grad, residual, 2)
     assert len(values) == 2 and not grad.any()
@@ -167,3 +266,17 @@ def test_tensors_on_a_gpu_go_to_sparsify(monkeypatch: pytest.MonkeyPatch) -> Non
     assert calls == [2, 0]
     with pytest.raises(TypeError, match="residual must be on cuda:0 as the others, not on cpu"):
         gtopk.select(grad, torch.ones(4), 2)
+
+
+def test_the_kernel_in_triton() -> None:
+    same_bits_in_the_interpreter("interpreted_gtopk")
+
+
+@pytest.mark.parametrize("architecture", (70, 80, 90, 100))
+def test_machine_code_of_the_kernel(architecture: int, tmp_path: Path) -> None:
+    signature = {"fine": "*i32", "residual": "*fp32", "n": "i64"}
+    constants = {"BLOCK": gpu.BLOCK}
+    made = compiled(gpu.drop_nonfinite_kernel, signature, constants, (0, 1), architecture,
+                    num_warps=gpu.WARPS)  # fmt: skip
+    used = resources(made.asm["cubin"], tmp_path)
+    assert used["REG"] <= 32 and used["LOCAL"] == 0

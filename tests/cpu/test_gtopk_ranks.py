@@ -23,7 +23,7 @@ from training_models import (
 
 from linkweave import GTopK, collectives
 from linkweave.collectives import CollectiveError, DataParallel
-from linkweave.collectives.sparse.host import HostBackend
+from linkweave.kernels import gtopk
 from tests.cpu.helpers import outlive
 
 pytestmark = pytest.mark.usefixtures("imported")
@@ -33,7 +33,7 @@ VICTIM, SIZE = 2, 4  # which merges what rank 3 sends
 
 # ---- a rank dies ---------------------------------------------------------------------------------
 def dies_in_a_merge() -> None:
-    HostBackend.merge = lambda *_: os._exit(3)  # type: ignore[method-assign]
+    gtopk.merge = lambda *_: os._exit(3)
 
 
 def survive(rank: int, path: Path) -> None:
@@ -64,7 +64,7 @@ def raises_in_a_merge(rank: int) -> list[str]:
         def merge(*_: Any) -> None:
             raise ValueError("no memory")
 
-        HostBackend.merge = merge  # type: ignore[method-assign,assignment]
+        gtopk.merge = merge
     found = [error_of(lambda: mine.steps(2, 3, 4)), error_of(lambda: mine.model.finish())]
     error_of(mine.model.close)
     return found

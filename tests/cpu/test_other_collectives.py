@@ -512,3 +512,22 @@ def test_a_fixed_order_gives_the_same_bits_for_every_size(size: int, topology: s
     for found in collectives.spawn(_fixed, size, topology, order="fixed"):
         for one, thousand, many in found:
             assert one == many[:4] and thousand == many
+
+
+def _along_pairs(rank: int, size: int) -> list[list[int]]:
+    comm, found = get_default(), []
+    for pairs in ([], [(0, size - 1)], [(r + 1, r) for r in range(0, size - 1, 2)]):
+        for shape in ((0,), (1,), (2, 40_000)):
+            x = torch.full(shape, rank, dtype=torch.int32)
+            comm.sendrecv(x, pairs)
+            source = {target: source for source, target in pairs}.get(rank, rank)
+            assert bool((x == source).all())
+    for wrong in ([(0, 0)], [(0, size)], [(0, 1), (0, 1)]):
+        found.append(error_of(lambda: comm.sendrecv(torch.zeros(1), wrong)))  # noqa: B023
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_messages_along_pairs(size: int) -> None:
+    for errors in collectives.spawn(_along_pairs, size, args=(size,), timeout=60):
+        assert all("sendrecv" in words for words in errors), errors

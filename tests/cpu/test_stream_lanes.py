@@ -20,6 +20,7 @@ from linkweave.collectives.distributed import group
 from linkweave.collectives.distributed.group import GroupWork
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training.exchange import Dense
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.lanes import StreamLanes
 from linkweave.collectives.training.program import Op, Program, Span
@@ -62,6 +63,9 @@ class Transport:
 
     def stream(self, lane: int, x: torch.Tensor, sizes: list[int]) -> Queue:
         return Queue(x, sizes)
+
+    def before_close(self, method: Any) -> None:
+        self.leave = method
 
     def abort(self) -> None:
         self.aborted = True
@@ -107,6 +111,10 @@ def programs(chance: random.Random, gradients: GradientBuffers) -> Program:
     return Program("random", tuple(ops), tuple(map(str, range(UNITS))), True)
 
 
+def lanes_on(transport: Any, gradients: GradientBuffers, program: Program) -> StreamLanes:
+    return StreamLanes(transport, gradients, program, Dense(gradients, transport))
+
+
 def computed(gradient: torch.Tensor, value: int, pause: float) -> None:
     time.sleep(pause)
     gradient.fill_(value)
@@ -126,10 +134,10 @@ def test_ops_wait_for_gradients_and_units_for_their_ops(seed: int, compute: Stre
     transport = Transport(chance)
     gradients = GradientBuffers(units, transport.empty)
     program = programs(chance, gradients)
-    lanes = StreamLanes(transport, gradients, program)  # type: ignore[arg-type]
+    lanes = lanes_on(transport, gradients, program)
     seen: list[tuple[int, bool]] = []
     for step in range(3):
-        lanes.begin()
+        lanes.begin(True)
         order = [*range(UNITS)]
         chance.shuffle(order)
         for u in order:
@@ -151,12 +159,42 @@ def test_ops_wait_for_gradients_and_units_for_their_ops(seed: int, compute: Stre
     lanes.close()
 
 
+def test_gradients_of_several_streams_and_a_late_exit(compute: Stream) -> None:  # noqa: F811
+    """The bucket waits for a gradient that another stream makes; a rank that leaves waits until
+    its own has been sent. Nothing is timed unless it is asked for."""
+    units = [Unit("a", ("w", "b"), tuple(nn.Parameter(torch.zeros(n)) for n in (4, 3)))]
+    transport = Transport(random.Random(0))
+    gradients = GradientBuffers(units, transport.empty)
+    slot = gradients.slots[0]
+    program = Program("one", (Op(0, (Span(0, 0, slot.nbytes),)),), ("a",))
+    lanes = lanes_on(transport, gradients, program)
+    lanes.begin(False)
+    other, held = Stream(), threading.Event()
+    CURRENT.append(other)
+    other.enqueue(lambda: held.wait(60))
+    other.enqueue(partial(computed, gradients._views[0][1], 2, 0.0))
+    lanes.accumulated(0)
+    CURRENT.pop()
+    compute.enqueue(partial(computed, gradients._views[0][0], 1, 0.0))
+    lanes.accumulated(0)
+    lanes.collects(0)
+    lanes.ready(0)
+    late = compute.record_event()
+    assert not late._passed.wait(0.1)
+    held.set()
+    transport.leave()()  # of the communicator, before it closes
+    assert [view.tolist() for view in gradients._views[0]] == [[2.0] * 4, [4.0] * 3]
+    assert lanes.sent == []
+    lanes.wait_all()
+    lanes.close()
+
+
 def test_an_error_ends_all_calls(compute: Stream) -> None:  # noqa: F811
     units = [Unit("a", ("w",), (nn.Parameter(torch.zeros(4)),))]
     transport = Transport(random.Random(0))
     gradients = GradientBuffers(units, transport.empty)
     program = Program("one", (Op(0, (Span(0, 0, 32),)),), ("a",))
-    lanes = StreamLanes(transport, gradients, program)  # type: ignore[arg-type]
+    lanes = lanes_on(transport, gradients, program)
     lanes.abort(CollectiveError("rank 0: over"))
     with pytest.raises(CollectiveError, match="rank 0: over"):
         next(lanes.arrivals(0))

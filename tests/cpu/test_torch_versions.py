@@ -59,7 +59,11 @@ def python(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Python]:
 @pytest.mark.parametrize("python", ["2.14.1"], indirect=True)
 def test_a_later_version_passes_the_tests_of_the_backend(python: Python) -> None:
     which = "not registers_itself"  # for that the package is installed
-    files = ["tests/cpu/test_distributed.py", "tests/cpu/test_fake_cuda.py"]
+    files = [
+        "tests/cpu/test_distributed.py",
+        "tests/cpu/test_fake_cuda.py",
+        "tests/cpu/test_fake_training.py",
+    ]
     words = ["-q", "-m", "not slow", "-k", which, *files]
     done = python("-m", "pytest", *words)
     assert done.returncode == 0, done.stdout

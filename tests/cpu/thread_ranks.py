@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from linkweave.collectives.sparse.linked import linked_allreduce
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.collective import Pairs, targets
+from linkweave.collectives.planning.sparse_tree import binomial_tree
 from linkweave.collectives.training.transport import share_of
 
 DEADLINE = 100  # seconds
@@ -26,7 +26,7 @@ class Hub:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=DEADLINE)
         self.rows: list[Any] = [None] * size
-        self.queues: dict[tuple[int, int], Queue[NDArray[Any]]] = defaultdict(Queue)
+        self.queues: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
         self.messages: list[tuple[str, int]] = []
         """(call, bytes) of each message that a rank gets from another."""
 
@@ -37,32 +37,6 @@ class Hub:
         found = list(self.rows)
         self.barrier.wait()
         return found
-
-
-class ThreadLinks:
-    """`sparse.linked.Links` of one rank."""
-
-    def __init__(self, hub: Hub, rank: int) -> None:
-        self.rank, self.size, self._hub = rank, hub.size, hub
-
-    def send(self, message: NDArray[np.uint8], to: int) -> None:
-        self._hub.messages.append(("send", message.nbytes))
-        self._hub.queues[self.rank, to].put(message.copy())
-
-    def receive(self, message: NDArray[np.uint8], source: int) -> None:
-        message[:] = self._hub.queues[source, self.rank].get(timeout=DEADLINE)
-
-    def broadcast(self, message: NDArray[np.uint8], root: int) -> None:
-        message[:] = self._hub.exchange(self.rank, message.copy())[root]
-        if self.rank != root:
-            self._hub.messages.append(("broadcast", message.nbytes))
-
-    def gather(self, row: NDArray[Any]) -> NDArray[Any]:
-        self._hub.messages += [("gather", row.nbytes)] * (self.size - 1)
-        return np.stack(self._hub.exchange(self.rank, row.copy()))
-
-    def add(self, whole: NDArray[np.float32]) -> None:
-        whole[:] = np.sum(self._hub.exchange(self.rank, whole.copy()), axis=0)
 
 
 class ThreadTransport:
@@ -103,12 +77,21 @@ class ThreadTransport:
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Any:
         raise NotImplementedError
 
-    def sparse(
-        self, lane: int, vector: Any, numel: int, k: int, residual: torch.Tensor, mode: str,
-        conserve: bool,
-    ) -> Any:  # fmt: skip
-        links = ThreadLinks(self._hubs[lane], self.rank)
-        return linked_allreduce(links, vector, numel, k, residual, mode, conserve)
+    def tree(self, nbytes: int) -> Tree:
+        return binomial_tree(self.size)
+
+    def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+        hub = self._hubs[lane]
+        if (to := dict(pairs).get(self.rank)) is not None:
+            hub.messages.append(("send", x.nbytes))
+            hub.queues[self.rank, to].put(x.clone())
+        if (source := targets(pairs).get(self.rank)) is None:
+            return None
+        return hub.queues[source, self.rank].get(timeout=DEADLINE)
+
+    def allgather(self, lane: int, x: torch.Tensor) -> torch.Tensor:
+        self._hubs[lane].messages += [("gather", x.nbytes)] * (self.size - 1)
+        return torch.stack(self._hubs[lane].exchange(self.rank, x.clone()))
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
         hub = self._hubs[lane]
@@ -121,8 +104,11 @@ class ThreadTransport:
         ]
         return torch.cat(parts)
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
-        x.copy_(self._hubs[-1].exchange(self.rank, x.clone())[source])
+    def broadcast(self, x: torch.Tensor, source: int = 0, lane: int | None = None) -> None:
+        hub = self._hubs[-1 if lane is None else lane]
+        x.copy_(hub.exchange(self.rank, x.clone())[source])
+        if self.rank != source and lane is not None:
+            hub.messages.append(("broadcast", x.nbytes))
 
     def total(self, x: torch.Tensor) -> None:
         rows = self._hubs[-1].exchange(self.rank, x.clone())

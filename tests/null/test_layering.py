@@ -122,7 +122,7 @@ ROOMS = {
     ("training", "launch"): "the default communicator",
     ("training", "runtime"): "why ranks were aborted",
     ("training", "kernels"): "updates of SGD and Adam",
-    ("training", "sparse"): "vectors over process groups",
+    ("training", "planning"): "trees of sparse messages",
     ("", "errors"): "public names",
     ("", "planning"): "public names",
     ("", "calls"): "public names",

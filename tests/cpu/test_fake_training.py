@@ -1,0 +1,216 @@
+"""A step of training on tensors without memory, from its gradients on: nothing leaves their device,
+and the host reads nothing but what is said here.
+
+Where this torch is a CPU build, they are fake CPU tensors, for which the kernels of GPUs are run;
+with a CUDA build they are on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+
+from linkweave import GTopK
+from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.collective import Pairs, targets
+from linkweave.collectives.planning.sparse_tree import binomial_tree
+from linkweave.collectives.training.exchange import Dense, Exchange
+from linkweave.collectives.training.gradient_buffers import GradientBuffers
+from linkweave.collectives.training.gtopk_hook import GTopKState
+from linkweave.collectives.training.lanes import StreamLanes
+from linkweave.collectives.training.program import Op, Program, Span
+from linkweave.collectives.training.sparse_exchange import SparseExchange
+from linkweave.kernels.gtopk import gpu, steps
+from tests.cpu.stream_stand_in import CURRENT, Stream, compute  # noqa: F401
+
+DEVICE = "cuda" if torch.version.cuda else "cpu"
+SIZE = 4
+
+
+class Transport:
+    """A rank of four that checks where tensors are, and sends nothing."""
+
+    size = SIZE
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.made: list[str] = []
+
+    def _told(self, name: str, x: torch.Tensor) -> None:
+        assert x.device.type == DEVICE and hasattr(x, "fake_mode")
+        self.made.append(name)
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=device)
+
+    def before_close(self, method: Any) -> None:
+        pass
+
+    def open(self, lanes: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def share(self, payload: bytes) -> list[bytes]:
+        return [payload] * SIZE
+
+    def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Any:
+        raise NotImplementedError
+
+    def average(self, lane: int, x: torch.Tensor) -> None:
+        self._told("average", x)
+
+    def tree(self, nbytes: int) -> Tree:
+        return binomial_tree(SIZE)
+
+    def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+        self._told("pairwise", x)
+        return torch.empty_like(x) if self.rank in targets(pairs) else None
+
+    def allgather(self, lane: int, x: torch.Tensor) -> torch.Tensor:
+        self._told("allgather", x)
+        return x.new_empty((SIZE, *x.shape))
+
+    def broadcast(self, x: torch.Tensor, source: int = 0, lane: int | None = None) -> None:
+        self._told("broadcast", x)
+
+    def total(self, x: torch.Tensor) -> None:
+        self._told("total", x)
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(steps, "_kernels", lambda device: gpu)
+    with FakeTensorMode():
+        yield
+
+
+class Reads:
+    """Counts what the host reads, which is 1 everywhere."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr(FakeTensor, "tolist", self._read())
+
+    def _read(self) -> Callable[[torch.Tensor], list[float]]:
+        def read(x: torch.Tensor) -> list[float]:
+            self.count += 1
+            return [1.0] * x.numel()
+
+        return read
+
+
+def units_of(dtypes: Sequence[torch.dtype]) -> list[Unit]:
+    return [
+        Unit(str(i), ("w", "b"), tuple(
+            nn.Parameter(torch.empty(n, dtype=dtype, device=DEVICE)) for n in (300 * (i + 1), 7)
+        )) for i, dtype in enumerate(dtypes)
+    ]  # fmt: skip
+
+
+def one_op_a_unit(gradients: GradientBuffers) -> Program:
+    ops = []
+    for number, slot in enumerate(gradients.slots):
+        span = Span(number, slot.first, slot.first + slot.nbytes)
+        ops.append(Op(slot.buffer, (span,), number % 2))
+    return Program("wfbp", tuple(ops), tuple(unit.name for unit in gradients.units))
+
+
+def a_step(transport: Transport, exchange_of: Callable[[GradientBuffers], Exchange]) -> Exchange:
+    """Of two units of each dtype, on stream lanes, up to the arrival of all."""
+    units = units_of([torch.float32, torch.float32, torch.bfloat16, torch.bfloat16])
+    gradients = GradientBuffers(units, transport.empty, flagged=False)
+    program, exchange = one_op_a_unit(gradients), exchange_of(gradients)
+    lanes = StreamLanes(transport, gradients, program, exchange)  # type: ignore[arg-type]
+    exchange.begin()
+    lanes.begin(False)
+    for number, unit in enumerate(units):
+        for parameter in unit.parameters:
+            parameter.grad = torch.empty_like(parameter)
+        lanes.collects(number)
+        gradients.collect(number)
+        lanes.ready(number)
+    lanes.wait_all()
+    return exchange
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+@pytest.mark.parametrize("conserve", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "density", "calls"),
+    [("gtopk", 0.01, ["pairwise", "pairwise", "broadcast"]), ("topk", 0.01, ["allgather"]),
+     ("gtopk", 1.0, ["average"])],
+)  # fmt: skip
+def test_gtopk(
+    mode: str, density: float, calls: list[str], conserve: bool, rank: int,
+    monkeypatch: pytest.MonkeyPatch, compute: Stream,  # noqa: F811
+) -> None:  # fmt: skip
+    transport = Transport(rank)
+    spec = GTopK(density, mode=mode, conserve=conserve)
+    exchange: Any = a_step(transport, lambda g: SparseExchange(spec, g, transport))  # type: ignore[arg-type]
+    assert transport.made == calls * 4
+    reads = Reads(monkeypatch)
+    exchange.settle()
+    assert reads.count == 1  # whether to skip the step
+    assert transport.made[-1] == "total"
+    assert not exchange.skips and exchange.steps == 1
+
+
+class Bucket:
+    """One of DistributedDataParallel's, of two parameters."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._x = torch.empty(600, dtype=dtype, device=DEVICE)
+        self._of = [nn.Parameter(torch.empty(300, dtype=dtype, device=DEVICE)) for _ in range(2)]
+        self.index, self.is_last = lambda: 0, lambda: True
+        self.buffer, self.parameters = lambda: self._x, lambda: self._of
+        self.gradients = lambda: [*self._x.split(300)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["gtopk", "topk"])
+def test_gtopk_as_a_hook(
+    mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, compute: Stream  # noqa: F811
+) -> None:  # fmt: skip
+    futures: list[Any] = []
+
+    class Future:
+        """Of tensors on a GPU: whoever uses its value waits for an event of this stream."""
+
+        def __init__(self, devices: Any) -> None:
+            assert [device.type for device in devices] == [DEVICE]
+
+        def set_result(self, x: torch.Tensor) -> None:
+            futures.append((x, CURRENT[-1]))
+
+    transport = Transport(1)
+    state = GTopKState(transport, density=0.01, mode=mode)
+    monkeypatch.setattr(torch.futures, "Future", Future)
+    bucket: Any = Bucket(dtype)
+    for _ in range(2):
+        state._enqueue(0, bucket.buffer(), state._residual_of(bucket), state.steps)
+    calls = ["pairwise", "pairwise", "broadcast"] if mode == "gtopk" else ["allgather"]
+    assert transport.made == calls * 2
+    assert futures == [(bucket.buffer(), state._stream)] * 2 and state._stream is not compute
+    state.close()
+
+
+def test_dense(compute: Stream) -> None:  # noqa: F811
+    transport = Transport(0)
+    a_step(transport, lambda gradients: Dense(gradients, transport))  # type: ignore[arg-type]
+    assert transport.made == ["average"] * 4
+
+
+def test_a_value_that_is_read_would_be_seen() -> None:
+    """So the tests above test something."""
+    with pytest.raises(DataDependentOutputException):
+        torch.empty(1, device=DEVICE).item()
+    with pytest.raises(AssertionError):
+        Transport(0).total(torch.empty(3, device="meta"))
