@@ -20,7 +20,8 @@ from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings, topology_for
-from linkweave.collectives.tensors import as_buffer, parse_shape, tensor_over
+from linkweave.collectives.tensors import as_buffer, gpu_of, parse_shape, tensor_over
+from linkweave.topology import Topology
 
 log = logging.getLogger("linkweave")
 
@@ -144,6 +145,11 @@ class Communicator(Collectives):
         again = partial(self._whole, kind, x, None, op, 0)
         self._call(again, False, x, operations.into, kind, x, op)
 
+    def topology_for(self, x: Any) -> Topology:
+        """The links between the ranks' CPUs or GPUs, whichever `x` is on."""
+        gpu = gpu_of(x)
+        return (self._calls if gpu is None else self._on_gpu(gpu)).planner.topology
+
     def sendrecv(self, x: Any, pairs: Sequence[tuple[int, int]]) -> None:
         """Send `x` from the source of each pair (source, target) to its target, in place.
 
@@ -151,7 +157,7 @@ class Communicator(Collectives):
         target once at most, and not both. `x` of other ranks is not changed. Tensors and errors as
         in `allreduce`.
         """
-        self._submit(False, x, operations.sendrecv, x, tuple(pairs))
+        self._submit(False, x, operations.sendrecv, x, tuple(tuple(pair) for pair in pairs))
 
     def split(self, color: int = 0) -> Communicator:
         """A communicator of the ranks that pass the same `color`, in the same order.

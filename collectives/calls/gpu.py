@@ -58,7 +58,8 @@ class GpuCalls(GpuLauncher):
         """What is equal in calls that enqueue the same; None if this cannot be told fast."""
         key: list[object] = [async_op, stream, body]
         for each in args:
-            if each is not None and type(each) not in (str, int):
+            pairs = type(each) is tuple and all(type(one) is tuple for one in each)
+            if not pairs and each is not None and type(each) not in (str, int):
                 each = fast_gpu_buffer(each, self.index)
                 if each is None:
                     return None

@@ -129,6 +129,8 @@ class Group(_Base):  # type: ignore[misc]
 
     def abort(self) -> None:
         self.communicator.abort(RAISED)
+        if nccl := self._others.get("cuda"):
+            nccl.abort()
         self.shutdown()
 
     # ---- collectives -------------------------------------------------------------------------

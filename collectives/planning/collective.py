@@ -170,7 +170,7 @@ _ALL = (
 
 COLLECTIVES = {collective.name: collective for collective in _ALL}
 PUBLIC = tuple(name for name, collective in COLLECTIVES.items() if collective.root != "pairs")
-"""The collectives that users may name. A sendrecv serves `send`, `recv` and sparse all-reduces."""
+"""The collectives that users may name. A sendrecv serves those of messages."""
 
 
 def check(collective: object, size: int, root: object) -> Root:

@@ -36,8 +36,8 @@ class Exchange(Protocol):
         """The op in the parts in which it arrives."""
 
     def carry_out(self, op: Op, packing: Packing, arrived: Arrived) -> None:
-        """Send the gradients of an op, and leave what arrives in the buffers; blocks. A lane has
-        one at a time."""
+        """Send the gradients of an op, and leave what arrives in the buffers. A lane has one at a
+        time. On CPUs it blocks; on GPUs it is enqueued on the current stream."""
 
     def settle(self) -> None:
         """All ops of a step have been carried out."""

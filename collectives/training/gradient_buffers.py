@@ -131,8 +131,13 @@ class GradientBuffers:
             yield parameter, view if flag else None
 
     def used(self) -> torch.Tensor:
-        """1 for each parameter of which this rank has a gradient, else 0."""
-        return torch.tensor([float(found) for unit in self._found for found in unit])
+        """1 for each parameter of which this rank has a gradient, else 0; on their device."""
+        every = [found for unit in self._found for found in unit]
+        used = torch.ones(len(every), device=self.buffers[0].device)  # not copied from the host
+        for i, found in enumerate(every):
+            if not found:
+                used[i].zero_()
+        return used
 
     def tell(self, used: Sequence[float]) -> None:
         """What arrives is of parameters that some rank has used, and of those of which something

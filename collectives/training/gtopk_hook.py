@@ -58,11 +58,9 @@ class GTopKState:
 
     def start(self, bucket: dist.GradBucket) -> Future:  # type: ignore[name-defined]
         """Begin to average a bucket. Returns a future of its tensor."""
-        done: Any = torch.futures.Future()
         x = bucket.buffer()
         if self._transport is None:
-            done.set_result(x)
-            return cast(Future, done)
+            return _done(x)
         if x.dtype not in gtopk.GRADIENTS:
             raise CollectiveError(
                 f"gtopk_hook takes float32, float16 and bfloat16 gradients, not {x.dtype}"
@@ -71,6 +69,7 @@ class GTopKState:
         self.steps += bucket.is_last()
         if x.is_cuda:
             return self._enqueue(*arguments)
+        done: Any = torch.futures.Future()
         self._threads.submit(self._run, done, *arguments)
         return cast(Future, done.then(_tensor))
 
@@ -81,13 +80,11 @@ class GTopKState:
             self._stream = cast(Any, torch.cuda.Stream)(x.device)
             self._run_on("cuda")
         self._stream.wait_event(torch.cuda.current_stream(x.device).record_event())
-        done: Any = torch.futures.Future(devices=[x.device])
         with torch.cuda.stream(self._stream):
             self._carry_out(index, x, residual, step)
             if self._error:
                 raise self._error
-            done.set_result(x)
-        return cast(Future, done)
+            return _done(x)
 
     def _run(self, done: Any, *arguments: Any) -> None:
         """What the thread does for a bucket. The future's value is its tensor, or an error: DDP
@@ -157,6 +154,13 @@ class GTopKState:
             id(parameters[name]): (parameters[name], residual.clone())
             for name, residual in state["residual"].items()
         }
+
+
+def _done(x: torch.Tensor) -> Future:
+    """A future of a tensor, which on a GPU becomes what it is to be in the current stream."""
+    made: Any = torch.futures.Future(devices=[x.device] if x.is_cuda else None)
+    made.set_result(x)
+    return cast(Future, made)
 
 
 def _memory(residual: torch.Tensor) -> int:

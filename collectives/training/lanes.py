@@ -59,13 +59,20 @@ def lanes_of(
     embeddings: Embeddings,
 ) -> Lanes:  # fmt: skip
     """The lanes of a program, on the buffers' device."""
-    if gradients.units[0].device.type == "cuda":
-        if embeddings.named:
-            names = ", ".join(embeddings.named)
+    device = gradients.units[0].device
+    if transport.device not in ("", device.type):
+        raise CollectiveError(
+            f"the parameters are on {device}; when they were passed to DataParallel they were on "
+            f"{transport.device}, for which this group's transport was made: pass them anew"
+        )
+    for name, embedding in embeddings.named.items():
+        if embedding.weight.device != device:
             raise CollectiveError(
-                f"ShardedEmbedding {names} is on the CPU: the other parameters must be as well"
+                f"ShardedEmbedding {name} is on {embedding.weight.device}, and the other "
+                f"parameters are on {device}: they must be on one device"
             )
-        return StreamLanes(transport, gradients, program, exchange)
+    if device.type == "cuda":
+        return StreamLanes(transport, gradients, program, exchange, embeddings)
     return HostLanes(transport, gradients, program, exchange, embeddings)
 
 
@@ -226,10 +233,7 @@ class HostLanes:
                     return False
                 self._carry_out(number, op)
         except BaseException as error:
-            label, kind_of = self._program.label(number), self._program.ops[number].kind
-            words = f"rank {self._transport.rank}, {kind_of} {number} of {label}: {error}"
-            kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
-            self.abort(kind(words))
+            self.abort(_failed(self._transport.rank, self._program, number, error))
             return False
         return True
 
@@ -267,6 +271,13 @@ class HostLanes:
             self._changed.notify_all()
 
 
+def _failed(rank: int, program: Program, number: int, error: BaseException) -> CollectiveError:
+    """What ends the lanes of all ranks when an op has raised an error."""
+    kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
+    where = f"{program.ops[number].kind} {number} of {program.label(number)}"
+    return kind(f"rank {rank}, {where}: {error}")
+
+
 class StreamLanes:
     """One step after another of a program, each lane on a CUDA stream of its own.
 
@@ -281,9 +292,11 @@ class StreamLanes:
 
     def __init__(
         self, transport: Transport, gradients: GradientBuffers, program: Program,
-        exchange: Exchange,
+        exchange: Exchange, embeddings: Embeddings,
     ) -> None:  # fmt: skip
         self._transport, self._program, self._slots = transport, program, gradients.slots
+        self._embeddings = embeddings
+        embeddings.join(self.abort)
         self._exchange, self._units = exchange, gradients.units
         self._device = device = gradients.units[0].device
         make: Any = torch.cuda.Stream
@@ -331,6 +344,14 @@ class StreamLanes:
             self._next += 1
 
     def _enqueue(self, number: int, op: Op) -> None:
+        try:
+            self._carry_out(number, op)
+        except BaseException as error:
+            failed = _failed(self._transport.rank, self._program, number, error)
+            self.abort(failed)
+            raise failed from error
+
+    def _carry_out(self, number: int, op: Op) -> None:
         stream, packing = self._streams[op.lane], self._packing[op.lane]
         for unit in op.needs:
             stream.wait_event(self._ready[unit])
@@ -372,6 +393,7 @@ class StreamLanes:
         if self._error is None:
             self._error = error
             self._transport.abort()
+            self._embeddings.abort(error)
 
     def _drain(self) -> None:
         """Before this rank leaves: wait until what it has enqueued is sent."""

@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ class SparseExchange:
                     "GTopK takes float32, float16 and bfloat16 parameters on CPUs and GPUs; those "
                     f"of {unit.name} are {unit.dtype} on {unit.device}"
                 )
+        for x in gradients.buffers:
+            if x.numel() >= gtopk.PAD:
+                raise CollectiveError(
+                    f"GTopK takes fewer than {gtopk.PAD} elements of one dtype, not {x.numel()} of "
+                    f"{x.dtype}"
+                )
         self.spec, self._gradients, self._transport = spec, gradients, transport
         self.average_of = SparseAverage(transport, spec.mode, spec.conserve)
         self._residuals = [torch.zeros(x.numel(), device=x.device) for x in gradients.buffers]
@@ -64,7 +71,7 @@ class SparseExchange:
         return op
 
     def carry_out(self, op: Op, packing: Packing, arrived: Arrived) -> None:
-        """Carry out an op; blocks. A lane has one at a time."""
+        """Carry out an op; on CPUs it blocks. A lane has one at a time."""
         x, residual = self._memory(op)
         counts = op.sizes(x.element_size()) if self.spec.per == "unit" else [x.numel()]
         density = self.spec.density_at(self.steps)
@@ -74,7 +81,7 @@ class SparseExchange:
     def settle(self) -> None:
         """After all ops of a step: tell which parameters have gradients. If the step is to be
         skipped, give back what was sent."""
-        used = self._gradients.used().to(self._gradients.buffers[0].device)
+        used = self._gradients.used()
         self._transport.total(used)
         fine = torch.stack([sent.fine for sent in self._sent.values()]).to(used)
         told = torch.cat([used, fine]).tolist()
@@ -158,20 +165,16 @@ class SparseExchange:
 
     def _numbers(self, op: Op, where: torch.Tensor) -> list[int]:
         """The parameters, by number, that have these elements of the op."""
-        item, starts = self._gradients.buffers[op.buffer].element_size(), []
+        item, units = self._gradients.buffers[op.buffer].element_size(), self._gradients.units
+        starts = []  # elements of the op, and the parameters that begin there
         for unit in op.needs:
             first = (self._gradients.slots[unit].first - op.runs[0][0]) // item
-            before = sum(len(one.names) for one in self._gradients.units[:unit])
-            offsets = zip(
-                self._gradients.units[unit].names,
-                self._gradients.units[unit].offsets(),
-                strict=False,
-            )
-            starts += [(first + at, before + i) for i, (_, at) in enumerate(offsets)]
+            before = sum(len(one.names) for one in units[:unit])
+            offsets = islice(units[unit].offsets(), len(units[unit].names))
+            starts += [(first + at, before + i) for i, at in enumerate(offsets)]
         starts.sort()
-        return sorted(
-            {starts[bisect_right(starts, (at, len(starts))) - 1][1] for at in where.tolist()}
-        )
+        elements = [at for at, _ in starts]
+        return sorted({starts[bisect_right(elements, at) - 1][1] for at in where.tolist()})
 
     def _names(self, numbers: torch.Tensor) -> tuple[str, ...]:
         every = [name for unit in self._gradients.units for name in unit.names]
@@ -267,7 +270,7 @@ class SparseAverage:
 
         Source: Shi et al., algorithm 3, for any number of ranks.
         """
-        tree, vector = self._transport.tree(own.nbytes), own
+        tree, vector = self._transport.tree(own), own
         for pairs in rounds(tree):
             if (got := self._transport.pairwise(lane, vector, pairs)) is not None:
                 vector, cut = gtopk.merge(vector, got, own.shape[1])

@@ -6,10 +6,11 @@ import atexit
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakMethod, finalize
 
 import torch
@@ -50,6 +51,8 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    device: str
+    """The kind of device whose tensors it takes; empty for any."""
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor for gradients."""
@@ -73,13 +76,13 @@ class Transport(Protocol):
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
         """Average layers of so many elements, which become final one after another."""
 
-    def tree(self, nbytes: int) -> Tree:
-        """The tree along which messages of so many bytes are merged."""
+    def tree(self, x: torch.Tensor) -> Tree:
+        """The tree along which messages like x are merged."""
 
     def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
         """Send x from the source of each pair to its target; returns what this rank receives, a
-        tensor like x, if it is a target. A rank is in one pair at most. On a GPU the host does not
-        wait, here and below."""
+        tensor like x, if it is a target. A rank is in one pair at most. On a GPU, this and all
+        other calls on lanes are enqueued on the current stream."""
 
     def allgather(self, lane: int, x: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, [size, *x.shape]."""
@@ -128,6 +131,8 @@ def carry_out(transport: Transport, op: Op, x: torch.Tensor) -> None:
 class OverCommunicator:
     """Lanes are splits of a communicator, of one machine or several."""
 
+    device = ""
+
     def __init__(self, communicator: Communicator | ClusterCommunicator) -> None:
         self.rank, self.size = communicator.rank, communicator.size
         self._whole = communicator
@@ -172,10 +177,10 @@ class OverCommunicator:
         queue: Queue = self._lanes[lane].allreduce_queue(x, sizes, "avg")
         return queue
 
-    def tree(self, nbytes: int) -> Tree:
+    def tree(self, x: torch.Tensor) -> Tree:
         if isinstance(self._whole, ClusterCommunicator):
             return tree_over(self._whole.machines)
-        return merge_tree(self._whole.calls.planner.topology, nbytes)
+        return merge_tree(self._own.topology_for(x), x.nbytes)
 
     def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
         got = torch.empty_like(x) if self.rank in targets(pairs) else None
@@ -224,7 +229,10 @@ torch.distributed would give a new group the name, and with it the addresses, of
 
 
 class OverGroup:
-    """Lanes are process groups of the same ranks and backend; torch.distributed moves the data."""
+    """Lanes are process groups of the same ranks and backend, for a group of linkweave those of
+    gloo and NCCL; torch.distributed moves the data."""
+
+    device = ""
 
     def __init__(self, group: Any) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -242,8 +250,10 @@ class OverGroup:
     def _made(self) -> Any:
         if free := _FREE.get(self._group):
             return free.pop()
+        nccl = isinstance(self._group, Group)
         return dist.new_group(
-            dist.get_process_group_ranks(self._group), backend=dist.get_backend(self._group),
+            dist.get_process_group_ranks(self._group),
+            backend="cpu:gloo,cuda:nccl" if nccl else dist.get_backend(self._group),
             use_local_synchronization=True, timeout=self._timeout(),
         )  # fmt: skip
 
@@ -251,7 +261,7 @@ class OverGroup:
         """The caller's, or None for the backend's default. torch.distributed tells no other way."""
         if isinstance(self._group, Group):
             return self._group.timeout
-        backend = self._backend(self._group._device_types[0])
+        backend = self._group._get_backend(self._group._device_types[0])
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG wraps it
         found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
         return found
@@ -260,7 +270,7 @@ class OverGroup:
         self._lanes += [self._made() for _ in range(lanes - len(self._lanes))]
 
     def average(self, lane: int, x: torch.Tensor) -> None:
-        if self._averages(x):
+        if self._on_nccl(x):
             dist.all_reduce(x, dist.ReduceOp.AVG, self._lanes[lane])
         elif x.dtype == torch.float16:  # whose sum may overflow
             dist.all_reduce(x.div_(self.size), group=self._lanes[lane])
@@ -270,7 +280,7 @@ class OverGroup:
 
     def scatter(self, lane: int, x: torch.Tensor) -> None:
         whole, mine, rest = share_of(x, self.rank, self.size)
-        if mine.numel() and self._averages(x):
+        if mine.numel() and self._on_nccl(x):
             found = torch.empty_like(mine)
             dist.reduce_scatter_single(found, whole, dist.ReduceOp.AVG, self._lanes[lane])
             mine.copy_(found)
@@ -287,15 +297,21 @@ class OverGroup:
         if mine.numel():
             dist.all_gather_single(whole, mine.clone(), group=self._lanes[lane])
 
-    def _averages(self, x: torch.Tensor) -> bool:
-        """Whether the group has averages of its own, as NCCL and linkweave do on GPUs."""
-        if isinstance(self._group, Group):
-            return x.is_cuda
+    def _on_nccl(self, x: torch.Tensor) -> bool:
         return x.is_cuda and self._backend(x.device).name() == "nccl"
+
+    def _refuse(self, x: torch.Tensor) -> None:
+        """Raise for tensors that the group would take for those of another device."""
+        if x.is_cuda and not self._on_nccl(x):
+            name = self._backend(x.device).name()
+            raise CollectiveError(
+                f"gTop-k and embeddings on GPUs need a group of NCCL, or linkweave.init(), not one "
+                f"of {name}"
+            )
 
     def _backend(self, device: Any) -> Any:
         """The group's backend for a device, such as that of "cpu:gloo,cuda:nccl"."""
-        return self._group._get_backend(device)
+        return self._own._get_backend(device)
 
     def streams(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -303,11 +319,12 @@ class OverGroup:
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
         return GroupQueue(x, sizes, self._lanes[lane], self.size)
 
-    def tree(self, nbytes: int) -> Tree:
+    def tree(self, x: torch.Tensor) -> Tree:
         return binomial_tree(self.size)
 
     def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
         group = self._lanes[lane]
+        self._refuse(x)
         if x.is_cuda and lane not in self._met:  # NCCL needs all ranks before messages of some
             self._met.add(lane)
             dist.all_reduce(x.new_zeros(1), group=group)
@@ -328,6 +345,7 @@ class OverGroup:
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
         sends, receives = splits(counts, self.rank)
+        self._refuse(x)
         out = x.new_empty(sum(receives))
         dist.all_to_all_single(out, x, receives, sends, self._lanes[lane])
         return out
@@ -349,8 +367,9 @@ class OverGroup:
 
     def abort(self) -> None:
         self._aborted = True
-        for group in (*self._lanes, self._own):
-            group.abort()
+        with ExitStack() as last:  # one that raises does not spare the others
+            for group in (*self._lanes, self._own):
+                last.callback(group.abort)
 
     def close(self) -> None:
         if not self._aborted:
@@ -399,8 +418,9 @@ def transport_of(group: Any, device: str = "cpu") -> Transport | None:
     a single rank.
 
     None means the default communicator, or else the default group of torch.distributed, or else
-    the ranks that torchrun has started. On GPUs, a group of linkweave takes its own kernels or NCCL
-    as `CudaEngine` says. Raises CollectiveError for anything else.
+    the ranks that torchrun has started. On GPUs, a group of linkweave takes its own kernels for all
+    calls if `CudaEngine` is to take all, and otherwise NCCL. Raises CollectiveError for anything
+    else.
     """
     if group is None:
         try:
@@ -412,15 +432,24 @@ def transport_of(group: Any, device: str = "cpu") -> Transport | None:
                 group = init()
             else:
                 return None
-    if isinstance(group, Group) and device == "cpu":
-        group = group.communicator
+    if isinstance(group, Group) and dist.get_world_size(group) > 1:
+        kinds = group.communicator.allgather(torch.tensor([ord(x) for x in f"{device:8}"[:8]]))
+        if (kinds != kinds[0]).any():
+            raise CollectiveError(f"ranks have parameters on different devices; mine: {device}")
+        ours = device == "cpu" or (
+            group.engine.every and not isinstance(group.communicator, ClusterCommunicator)
+        )
+        made: Any = OverCommunicator(group.communicator) if ours else OverGroup(group)
+        made.device = device
+        return cast(Transport, made)
+    if isinstance(group, Group):
+        return None
     if isinstance(group, Communicator | ClusterCommunicator):
         return OverCommunicator(group) if group.size > 1 else None
     if isinstance(group, dist.ProcessGroup):
         return OverGroup(group) if dist.get_world_size(group) > 1 else None
     if all(hasattr(group, name) for name in ("average", "stream", "share")):
-        made: Transport = group
-        return made
+        return cast(Transport, group)
     raise CollectiveError(
         f"group must be a Communicator or a ProcessGroup of torch.distributed, not {shown(group)}"
     )

@@ -7,6 +7,17 @@ from linkweave.kernels.embedding.steps import (
     lookup,
     sgd_rows,
     split_columns,
+    sum_rows,
+    unique,
 )
 
-__all__ = ["adagrad_rows", "adam_rows", "join_columns", "lookup", "sgd_rows", "split_columns"]
+__all__ = [
+    "adagrad_rows",
+    "adam_rows",
+    "join_columns",
+    "lookup",
+    "sgd_rows",
+    "split_columns",
+    "sum_rows",
+    "unique",
+]

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from numba import njit
 
+from linkweave.kernels.api import coalesce
 from linkweave.kernels.atomics import fma
 from linkweave.kernels.parallel import parts, run_parts
 from linkweave.kernels.rows.cpu import first_outside as _first_outside
+from linkweave.kernels.rows.cpu import unique_positions
 from linkweave.kernels.topk.cpu import U
 
 PATTERNS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -97,6 +99,22 @@ def first_wrong(indices: torch.Tensor, rows: int) -> int:
 def first_outside(indices: torch.Tensor, rows: int) -> int:
     """The first position whose index is out of range; -1 if there is none."""
     return _first_outside(indices.numpy(), rows)
+
+
+def unique(ids: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`kernels.embedding.unique`."""
+    found, positions = unique_positions(ids.numpy(), num_rows)
+    rows = torch.full_like(ids, num_rows)
+    rows[: len(found)] = torch.from_numpy(found)
+    return rows, torch.from_numpy(positions), torch.tensor([len(found)])
+
+
+def sum_rows(
+    rows: torch.Tensor, lengths: list[int], values: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.embedding.sum_rows`."""
+    found: tuple[torch.Tensor, torch.Tensor] = coalesce(rows, values, num_rows)
+    return found
 
 
 def sgd(indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, table: torch.Tensor) -> None:

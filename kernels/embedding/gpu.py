@@ -28,6 +28,7 @@ Rounding: as `kernels.embedding.steps` says; Triton would fuse others, and appro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -108,6 +109,29 @@ def copy_kernel(
     tl.store(out + (j * OUT_STRIDE + c), value, mask=inside)
 
 
+def unique(ids: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`kernels.embedding.unique`, by operations of torch."""
+    keys, order = ids.sort(stable=True)
+    first = torch.ones_like(keys)
+    first[1:] = keys[1:] != keys[:-1]
+    at = first.cumsum(0) - 1
+    positions = torch.empty_like(ids).scatter_(0, order, at)
+    rows = torch.full_like(ids, num_rows).scatter_(0, at, keys)  # equal ids write the same
+    return rows, positions, first.sum().view(1)
+
+
+def sum_rows(
+    rows: torch.Tensor, lengths: list[int], values: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.embedding.sum_rows`, by operations of torch: no list adds to a row twice, so the
+    order of additions is that of the lists."""
+    found, positions, _ = unique(rows, num_rows)
+    sums = torch.zeros_like(values)
+    for at, part in zip(positions.split(lengths), values.split(lengths), strict=True):
+        sums.index_add_(0, at, part)
+    return found, sums
+
+
 def first_outside(indices: torch.Tensor, rows: int) -> int:
     """The first position whose index is out of range; -1 if there is none. The host waits."""
     found = (indices < 0) | (indices >= rows)
@@ -116,17 +140,17 @@ def first_outside(indices: torch.Tensor, rows: int) -> int:
 
 def sgd(indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, *tables: Any) -> None:
     """Enqueue a step of SGD; `scalars` are (-lr,)."""
-    _update(sgd_kernel, indices, gradient, scalars, *tables)
+    _update("sgd", indices, gradient, [*map(float, scalars)], list(tables))
 
 
 def adagrad(indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, *tables: Any) -> None:
     """Enqueue a step of Adagrad; `scalars` are those of `adagrad_kernel`."""
-    _update(adagrad_kernel, indices, gradient, scalars, *tables)
+    _update("adagrad", indices, gradient, [*map(float, scalars)], list(tables))
 
 
 def adam(indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, *tables: Any) -> None:
     """Enqueue a step of Adam; `scalars` are those of `adam_kernel`."""
-    _update(adam_kernel, indices, gradient, scalars, *tables)
+    _update("adam", indices, gradient, [*map(float, scalars)], list(tables))
 
 
 def lookup(table: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> None:
@@ -154,18 +178,30 @@ def _pieces(blocks: torch.Tensor, widths: list[int], columns: torch.Tensor) -> A
     return zip(found, columns.split(widths, 1), strict=True)
 
 
+KERNELS = {"sgd": sgd_kernel, "adagrad": adagrad_kernel, "adam": adam_kernel}
+
+
+@torch.library.custom_op("linkweave::update_rows", mutates_args=("tables",))
 def _update(
-    kernel: Any, indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, *tables: torch.Tensor
-) -> None:
+    kernel: str, indices: torch.Tensor, gradient: torch.Tensor, scalars: Sequence[float],
+    tables: Sequence[torch.Tensor],
+) -> None:  # fmt: skip
     n, width = gradient.shape
-    _launch(kernel, n, width, indices, gradient, *tables, n, len(tables[0]), *map(float, scalars))
+    _launch(KERNELS[kernel], n, width, indices, gradient, *tables, n, len(tables[0]), *scalars)
 
 
+@torch.library.custom_op("linkweave::copy_rows", mutates_args=("out",))
 def _copy(indices: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor) -> None:
     n, width = out.shape
     patterns = PATTERNS[x.element_size()]
     _launch(copy_kernel, n, width, indices, x.view(patterns), out.view(patterns), n, len(x),
             X_STRIDE=x.stride(0), OUT_STRIDE=out.stride(0))  # fmt: skip
+
+
+@_update.register_fake
+@_copy.register_fake
+def _(*_: Any) -> None:
+    return None
 
 
 def tile(width: int) -> dict[str, int]:

@@ -106,12 +106,53 @@ def adam_rows(
 
 
 @ranged
-def lookup(table: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> None:
+def unique(ids: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(distinct rows, where each id is among them, how many they are) of tokens.
+
+    `ids` is int64 [n], on the CPU or a GPU; those on the CPU are from 0 to num_rows - 1. Returns
+    int64 [n], [n] and [1] there: the rows ascend, and `num_rows` follows the last one, so that on a
+    GPU the host need not wait.
+
+    ValueError, TypeError: `ids` is another tensor.
+    """
+    _check(ids, "ids", (torch.int64,), ids, (None,))
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    found = _kernels(ids.device).unique(ids.detach(), at_least_0(num_rows, "num_rows"))
+    return found
+
+
+@ranged
+def sum_rows(
+    rows: torch.Tensor, lengths: Sequence[int], values: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the rows that several ranks have: (distinct rows, their sums).
+
+    `rows` is int64 [n], one list after another of so many distinct rows; `values` is [n, width] of
+    float32, or on the CPU of float64. Values of one row are added in the order of the lists. On the
+    CPU there are as many results as distinct rows; on a GPU, where the host would wait for their
+    number, there are n, of which the last are the row `num_rows` and zeros.
+
+    ValueError, TypeError: the tensors do not fit one another.
+    """
+    _check(values, "values", DTYPES[device_of(values, "values").type], values)
+    _check(rows, "rows", (torch.int64,), values, (len(values),))
+    if (found := sum(at_least_0(n, "a length") for n in lengths)) != len(rows):
+        raise ValueError(f"lengths add up to {found}, not to the {len(rows)} rows")
+    total: tuple[torch.Tensor, torch.Tensor]
+    total = _kernels(values.device).sum_rows(rows, list(lengths), values.detach(), num_rows)
+    return total
+
+
+@ranged
+def lookup(
+    table: torch.Tensor, indices: torch.Tensor, out: torch.Tensor, *, check: bool = True
+) -> None:
     """out[i] = table[indices[i]]: rows of one rank's columns, to be sent.
 
     `table` is [rows, width], `indices` is int32 or int64 [n], in any order and with repeats, `out`
     is [n, width]. All are contiguous, on the CPU or one GPU; the dtype is float32, float64, float16
-    or bfloat16. `out` overlaps nothing. On a GPU, the host waits once, for the check of indices.
+    or bfloat16. `out` overlaps nothing. With `check`, for which the host waits on a GPU, indices
+    are compared with the number of rows before; without it, they must be in range.
 
     ValueError: an index is out of range, in which case nothing is written, or the tensors do not
     fit one another. TypeError: a dtype or device is wrong.
@@ -121,7 +162,7 @@ def lookup(table: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> Non
     _check(out, "out", (table.dtype,), table, (indices.numel(), table.shape[1]))
     check_overlaps({"table": table, "indices": indices, "out": out})
     kernels = _kernels(table.device)
-    if (at := kernels.first_outside(indices, len(table))) >= 0:
+    if check and (at := kernels.first_outside(indices, len(table))) >= 0:
         raise ValueError(outside(at, int(indices[at]), len(table)))
     kernels.lookup(table.detach(), indices, out.detach())
 

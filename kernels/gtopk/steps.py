@@ -31,8 +31,8 @@ PAD = cpu.PAD
 def select(grad: torch.Tensor, residual: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a gradient to the residual, and take the k largest |residual| out of it.
 
-    `grad` is [n] of float32, float16 or bfloat16, n < 2^31, and is left zero. `residual` is float32
-    [n] and is updated in place: each sum is rounded to float32; where values are taken, the
+    `grad` is [n] of float32, float16 or bfloat16, n < 2^31 - 1, and is left zero. `residual` is
+    float32 [n] and is updated in place: each sum is rounded to float32; where values are taken, the
     residual becomes zero. Both are contiguous, on the CPU or one GPU, and do not overlap.
 
     Returns (float32 values [k], ascending int32 indices [k]) on the device. Ties and NaN are as in
@@ -119,7 +119,7 @@ def scatter(found: torch.Tensor, x: torch.Tensor, ranks: int) -> None:
     if found.shape[1] and x.numel():
         values = values_of(found)
         # by a tensor: on GPUs torch multiplies by the inverse of a number, which rounds otherwise
-        values = narrowed(values / values.new_full((1,), ranks) + 0.0, x.dtype)
+        values = narrowed(values / values.new_full((1,), ranks), x.dtype) + 0.0
         _kernels(device).scatter(found[1], values, x.detach())
 
 

@@ -75,7 +75,7 @@ INDICES: list[tuple[Any, str]] = [
     (torch.tensor([0.0]), "ids must be a tensor of int32 or int64, not torch.float32"),
     (torch.tensor([True]), "ids must be a tensor of int32 or int64, not torch.bool"),
     ([0, 1], "ids must be a tensor of int32 or int64, not"),
-    (torch.tensor([0], device="meta"), "takes tensors on the CPU; ids is on meta, the weight on c"),
+    (torch.tensor([0], device="meta"), "ids must be on cpu as the weight, not on meta"),
 ]
 
 

@@ -8,6 +8,7 @@ with a CUDA build they are on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,18 @@ from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import Pairs, targets
 from linkweave.collectives.planning.sparse_tree import binomial_tree
+from linkweave.collectives.training.embedding import exchange as rows_exchange
+from linkweave.collectives.training.embedding.exchange import RowExchange
+from linkweave.collectives.training.embedding.optimizer import Embeddings, RowOptimizer
+from linkweave.collectives.training.embedding.sharded import ShardedEmbedding
 from linkweave.collectives.training.exchange import Dense, Exchange
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.gtopk_hook import GTopKState
 from linkweave.collectives.training.lanes import StreamLanes
 from linkweave.collectives.training.program import Op, Program, Span
 from linkweave.collectives.training.sparse_exchange import SparseExchange
+from linkweave.kernels.embedding import gpu as rows_gpu
+from linkweave.kernels.embedding import steps as rows
 from linkweave.kernels.gtopk import gpu, steps
 from tests.cpu.stream_stand_in import CURRENT, Stream, compute  # noqa: F401
 
@@ -36,7 +43,7 @@ SIZE = 4
 class Transport:
     """A rank of four that checks where tensors are, and sends nothing."""
 
-    size = SIZE
+    size, device = SIZE, ""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -64,10 +71,15 @@ class Transport:
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Any:
         raise NotImplementedError
 
+    def alltoall(self, lane: int, x: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        self._told("alltoall", x)
+        assert x.numel() == sum(counts[self.rank])
+        return x.new_empty(sum(row[self.rank] for row in counts))
+
     def average(self, lane: int, x: torch.Tensor) -> None:
         self._told("average", x)
 
-    def tree(self, nbytes: int) -> Tree:
+    def tree(self, x: torch.Tensor) -> Tree:
         return binomial_tree(SIZE)
 
     def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
@@ -128,7 +140,7 @@ def a_step(transport: Transport, exchange_of: Callable[[GradientBuffers], Exchan
     units = units_of([torch.float32, torch.float32, torch.bfloat16, torch.bfloat16])
     gradients = GradientBuffers(units, transport.empty, flagged=False)
     program, exchange = one_op_a_unit(gradients), exchange_of(gradients)
-    lanes = StreamLanes(transport, gradients, program, exchange)  # type: ignore[arg-type]
+    lanes = StreamLanes(transport, gradients, program, exchange, Embeddings())  # type: ignore[arg-type]
     exchange.begin()
     lanes.begin(False)
     for number, unit in enumerate(units):
@@ -185,7 +197,7 @@ def test_gtopk_as_a_hook(
         """Of tensors on a GPU: whoever uses its value waits for an event of this stream."""
 
         def __init__(self, devices: Any) -> None:
-            assert [device.type for device in devices] == [DEVICE]
+            assert DEVICE == "cpu" or [device.type for device in devices] == [DEVICE]
 
         def set_result(self, x: torch.Tensor) -> None:
             futures.append((x, CURRENT[-1]))
@@ -195,11 +207,86 @@ def test_gtopk_as_a_hook(
     monkeypatch.setattr(torch.futures, "Future", Future)
     bucket: Any = Bucket(dtype)
     for _ in range(2):
-        state._enqueue(0, bucket.buffer(), state._residual_of(bucket), state.steps)
+        if DEVICE == "cuda":
+            state.start(bucket)
+        else:
+            state._enqueue(0, bucket.buffer(), state._residual_of(bucket), state.steps)
     calls = ["pairwise", "pairwise", "broadcast"] if mode == "gtopk" else ["allgather"]
     assert transport.made == calls * 2
     assert futures == [(bucket.buffer(), state._stream)] * 2 and state._stream is not compute
     state.close()
+
+
+# ---- embeddings ----------------------------------------------------------------------------------
+ROWS, WIDTH, EACH = 50, 8, 3
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to lengths and streams: every length that is read is EACH."""
+    said: list[str] = []
+
+    def copied(lengths: torch.Tensor) -> Any:
+        said.append("copy")
+        return SimpleNamespace(tolist=lambda: said.append("read") or [EACH] * len(lengths))
+
+    monkeypatch.setattr(rows_exchange, "_copied", copied)
+    monkeypatch.setattr(rows, "_kernels", lambda device: rows_gpu)
+    monkeypatch.setattr(rows.cpu, "first_wrong", lambda *_: -1)
+    monkeypatch.setattr(RowExchange, "device", property(lambda _: torch.device("cuda:0")))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
+    return said
+
+
+def trained(table: ShardedEmbedding, ids: torch.Tensor, upcoming: torch.Tensor | None) -> None:
+    """A forward and a backward pass, whose gradients come out of nothing."""
+    schedule: Any = table.schedule
+    result = schedule.look_up(ids, True)
+    assert result.shape == (*ids.shape, WIDTH) and result.device.type == DEVICE
+    if upcoming is not None:
+        schedule.announce(upcoming)
+    for batch in schedule._used:
+        batch.leaf.grad = torch.empty_like(batch.leaf)
+    schedule.end_backward()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_embedding(kind: Any, rank: int, told: list[str], compute: Stream) -> None:  # noqa: F811
+    """The lengths of tokens that are announced are read by the next op, those of prior rows by the
+    step; only the first forward pass waits for its own."""
+    transport = Transport(rank)
+    table = ShardedEmbedding(ROWS, WIDTH, 0, group=transport, device=DEVICE)
+    optimizer = RowOptimizer(kind([table.weight], lr=0.1), [table])
+    ids = [torch.empty(5, 2, dtype=torch.int64, device=DEVICE) for _ in range(3)]
+    told.clear()
+    for step in range(2):
+        trained(table, ids[step], ids[step + 1])
+        optimizer.step()
+        seen, first = "".join(word[0] for word in told), "cr" * (not step)
+        assert seen == first + "c" + "r" + "c" + "r", seen  # tokens; then prior rows
+        told.clear()
+    names = [op.name for op in table.ops]
+    step_of = ["tokens", "prior", "update prior", "lookup", "delayed"]
+    assert names == ["tokens", "lookup", *step_of, *step_of]
+    assert {*transport.made} == {"alltoall"}
+    trained(table, ids[2], None)
+    optimizer.step()
+    table.schedule.finish()
+    table.close()
+
+
+def test_two_calls_of_an_embedding(told: list[str], compute: Stream) -> None:  # noqa: F811
+    transport = Transport(0)
+    table = ShardedEmbedding(ROWS, WIDTH, group=transport, device=DEVICE)
+    optimizer = RowOptimizer(torch.optim.SGD([table.weight], lr=0.1), [table])
+    ids = torch.empty(4, dtype=torch.int64, device=DEVICE)
+    table.schedule.look_up(ids, True)
+    trained(table, torch.empty(6, dtype=torch.int64, device=DEVICE), None)
+    assert len(table.schedule.averaged()[0]) and table.whole(table.weight).shape == (ROWS, WIDTH)
+    optimizer.step()
+    table.schedule.finish()
+    table.close()
 
 
 def test_dense(compute: Stream) -> None:  # noqa: F811

@@ -48,8 +48,12 @@ class Poisoned(Training):
     def spoil(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
         if name in self.poison:
-            gradient.view(-1)[3] = self.poison[name]
+            gradient.view(-1)[self.at(gradient)] = self.poison[name]
         return gradient
+
+    def at(self, x: torch.Tensor) -> int:
+        """Which element is poisoned: in some tensors the first, in others the last."""
+        return 0 if x.numel() % 2 else x.numel() - 1
 
     def finite(self, step: int) -> dict[str, torch.Tensor]:
         """The gradients of all ranks added up, without what is not finite."""
@@ -70,7 +74,7 @@ class Poisoned(Training):
         found: dict[str, torch.Tensor] = self.sparse.state_dict()["residual"]
         for name, x in found.items():
             if name in self.poison:
-                x.view(-1)[3] = 0
+                x.view(-1)[self.at(x)] = 0
             self.comm.allreduce(x)
         return found
 
@@ -113,7 +117,7 @@ def poisoned(spec: GTopK, policy: str, rank: int) -> None:
             wanted = {k: had[k] + want[k] for k in want}
             if spec.density == 1:  # a dense average loses what others have of such an element
                 for name in {*poison[0], *poison[1]}:
-                    wanted[name].view(-1)[3] = 0
+                    wanted[name].view(-1)[mine.at(wanted[name])] = 0
             assert apart(mine.kept(), wanted) < 1e-5
             steps += 1
         mine.poison = {}

@@ -20,6 +20,7 @@ from linkweave.collectives.distributed import group
 from linkweave.collectives.distributed.group import GroupWork
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Dense
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.lanes import StreamLanes
@@ -112,7 +113,7 @@ def programs(chance: random.Random, gradients: GradientBuffers) -> Program:
 
 
 def lanes_on(transport: Any, gradients: GradientBuffers, program: Program) -> StreamLanes:
-    return StreamLanes(transport, gradients, program, Dense(gradients, transport))
+    return StreamLanes(transport, gradients, program, Dense(gradients, transport), Embeddings())
 
 
 def computed(gradient: torch.Tensor, value: int, pause: float) -> None:
@@ -187,6 +188,25 @@ def test_gradients_of_several_streams_and_a_late_exit(compute: Stream) -> None: 
     assert lanes.sent == []
     lanes.wait_all()
     lanes.close()
+
+
+def test_an_op_that_fails_ends_the_training_of_all_ranks(compute: Stream) -> None:  # noqa: F811
+    units = [Unit("a", ("w",), (nn.Parameter(torch.zeros(4)),))]
+    transport = Transport(random.Random(0))
+    gradients = GradientBuffers(units, transport.empty)
+    program = Program("one", (Op(0, (Span(0, 0, 32),)),), ("a",))
+    lanes = lanes_on(transport, gradients, program)
+
+    def average(lane: int, x: torch.Tensor) -> None:
+        raise MemoryError("no memory for 64 bytes")
+
+    transport.average = average  # type: ignore[method-assign]
+    lanes.begin(False)
+    with pytest.raises(CollectiveError, match="rank 0, all-reduce 0 of a: no memory for 64 bytes"):
+        lanes.ready(0)
+    assert transport.aborted
+    with pytest.raises(CollectiveError, match="no memory for 64 bytes"):
+        lanes.wait_all()
 
 
 def test_an_error_ends_all_calls(compute: Stream) -> None:  # noqa: F811

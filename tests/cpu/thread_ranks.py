@@ -42,6 +42,8 @@ class Hub:
 class ThreadTransport:
     """`training.transport.Transport`; sums are in the order of the ranks."""
 
+    device = ""
+
     def __init__(self, hubs: list[Hub], rank: int) -> None:
         self.rank, self.size, self._hubs = rank, hubs[0].size, hubs
 
@@ -77,7 +79,7 @@ class ThreadTransport:
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Any:
         raise NotImplementedError
 
-    def tree(self, nbytes: int) -> Tree:
+    def tree(self, x: torch.Tensor) -> Tree:
         return binomial_tree(self.size)
 
     def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:

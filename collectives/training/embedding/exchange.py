@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
 from weakref import WeakMethod
 
 import torch
@@ -21,10 +21,13 @@ from linkweave.collectives.training.hooks import nothing
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.transport import Counts, Transport
 from linkweave.kernels import embedding
-from linkweave.kernels.api import coalesce
 
-NONE = -1
-"""The number of tokens of a rank that does not know them."""
+NONE, OUTSIDE = -1, -2
+"""The number of tokens of a rank that does not know them, or has one out of range."""
+
+Lengths = Generator[torch.Tensor, list[int], Any]
+"""What an op does that needs lengths which are on its device: it yields them, and goes on with
+them on the host."""
 
 
 def columns_of(width: int, size: int) -> list[int]:
@@ -33,7 +36,8 @@ def columns_of(width: int, size: int) -> list[int]:
 
 
 class RowExchange:
-    """The exchanges of one embedding, on the first lane. Each blocks, and all ranks make the same.
+    """The exchanges of one embedding, on the first lane. All ranks make the same; on CPUs each
+    blocks, on GPUs it is enqueued.
 
     table: the parameter, [rows, columns of this rank], which is read.
     widths: the columns of each rank.
@@ -47,25 +51,33 @@ class RowExchange:
         self.nbytes = 0
         """Bytes that this rank has sent to other ranks."""
 
-    def tokens(self, own: torch.Tensor | None) -> list[torch.Tensor] | None:
-        """The tokens of all ranks, by rank; None if a rank does not know its own.
+    @property
+    def device(self) -> torch.device:
+        return self._table.device
 
-        own: int64, ascending and distinct.
+    def tokens(self, own: torch.Tensor | None, count: torch.Tensor) -> Lengths:
+        """Returns the tokens of all ranks, by rank; None if a rank does not know its own.
+
+        own: int64, ascending and distinct, `count` [1] of them. Raises CollectiveError on all ranks
+        if a count is OUTSIDE.
         """
-        count = NONE if own is None else len(own)
-        counts = self._to_all(torch.tensor([count]), [1] * self._size).tolist()
+        counts = yield self._to_all(count, [1] * self._size)
+        if OUTSIDE in counts:
+            raise CollectiveError(
+                f"ids of rank {counts.index(OUTSIDE)} must be from 0 to {len(self._table) - 1}"
+            )
         if own is None or NONE in counts:
             return None
-        found = self._to_all(own.to(self._index), counts)
+        found = self._to_all(own[: counts[self.rank]].to(self._index), counts)
         return [part.long() for part in torch.split(found, counts)]
 
     def fetch(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole rows of this rank's tokens, [own tokens, width]; `tokens` are all ranks'."""
         mine, own = self._widths[self.rank], len(tokens[self.rank])
         wanted = torch.cat(list(tokens))
-        sent = torch.empty(len(wanted), mine, dtype=self._table.dtype)
+        sent = self._table.detach().new_empty(len(wanted), mine)
         if sent.numel():
-            embedding.lookup(self._table.detach(), wanted, sent)
+            embedding.lookup(self._table.detach(), wanted, sent, check=False)
         counts = [[len(part) * width for part in tokens] for width in self._widths]
         parts = self._alltoall(sent.flatten(), counts)
         rows = parts.new_empty(own, sum(self._widths))
@@ -81,19 +93,22 @@ class RowExchange:
         tokens: the rows of each rank, ascending and distinct.
         gradient: those of this rank, [own rows, width].
 
-        Returns (rows, ascending and distinct; their gradients). They are added in rank order and
-        divided by the number of ranks; in float64 if they are float64, else in float32.
+        Returns (rows, ascending and distinct; their gradients), with more of no row on a GPU. They
+        are added in rank order and divided by the number of ranks; in float64 if they are float64,
+        else in float32.
         """
-        mine = self._widths[self.rank]
-        if not any(map(len, tokens)):  # which all ranks know
-            return torch.empty(0, dtype=torch.int64), gradient.new_empty(0, mine)
-        parts = torch.empty(gradient.numel(), dtype=gradient.dtype)
+        mine, lengths = self._widths[self.rank], [*map(len, tokens)]
+        if not any(lengths):  # which all ranks know
+            return tokens[0], gradient.new_empty(0, mine)
+        parts = gradient.new_empty(gradient.numel())
         if gradient.numel():
             embedding.split_columns(gradient, self._widths, parts)
-        got = self._alltoall(parts, [[len(part) * w for w in self._widths] for part in tokens])
+        got = self._alltoall(parts, [[n * w for w in self._widths] for n in lengths])
         wanted = torch.cat(list(tokens))
-        rows, sums = coalesce(wanted, got.view(len(wanted), mine), len(self._table))
-        return rows, sums.div_(self._size)
+        got = got.view(len(wanted), mine)
+        rows, sums = embedding.sum_rows(wanted, lengths, got, len(self._table))
+        # by a tensor: on GPUs torch multiplies by the inverse of a number, which rounds otherwise
+        return rows, sums.div_(sums.new_full((1,), self._size))
 
     def whole(self, columns: torch.Tensor) -> torch.Tensor:
         """All columns of what each rank has [rows, its columns] of."""
@@ -119,7 +134,7 @@ KEPT = 64
 @dataclass(frozen=True)
 class RowOp:
     """What a lane carried out: bytes sent to other ranks, and `time.perf_counter` before and
-    after."""
+    after; on a GPU, before and after it was enqueued."""
 
     name: str
     nbytes: int
@@ -130,12 +145,19 @@ class RowOp:
 class RowLane:
     """Carries out ops in the order in which they are submitted, the same on all ranks.
 
-    If one fails, so do all later ones, here and on the other ranks, with its error.
+    On CPUs that is the part of a thread. On a GPU an op is enqueued on a stream of its own when it
+    is submitted, up to where it needs a length; these are copied to the host meanwhile, and the
+    next op, or whoever waits, goes on with them. So all ranks enqueue all their collectives in one
+    order, and the host seldom waits.
+
+    If an op fails, so do all later ones, here and on the other ranks, with its error.
     """
 
     def __init__(self, name: str, transport: Transport, exchange: RowExchange) -> None:
         self.name, self._transport, self._exchange = name, transport, exchange
         self._thread = ThreadPoolExecutor(1, f"linkweave-rows-{name}")
+        self._stream: Any = None
+        self._begun: _Begun | None = None  # the op on a GPU that needs lengths
         self._going: set[Future[Any]] = set()
         self._error: CollectiveError | None = None
         self.on_abort: Callable[[CollectiveError], None] = nothing
@@ -143,18 +165,44 @@ class RowLane:
         self.ops: deque[RowOp] = deque(maxlen=KEPT)
         transport.before_close(WeakMethod(self._drain))
 
-    def submit(self, name: str, op: Callable[[], Any]) -> Future[Any]:
-        """Carry out an op after those before it."""
-        going: Future[Any] = self._thread.submit(self._carry_out, name, op)
-        self._going = {one for one in self._going if not one.done()} | {going}
+    def submit(
+        self, name: str, op: Callable[[], Any], uses: Sequence[torch.Tensor] = ()
+    ) -> Future[Any]:
+        """Carry out an op, which may be one of `Lengths`, after those before it. It `uses` tensors
+        of the current stream, which may be freed before it has run."""
+        going: Future[Any]
+        if self._exchange.device.type == "cpu":
+            going = self._thread.submit(self._carry_out, name, op)
+            self._going = {one for one in self._going if not one.done()} | {going}
+            return going
+        self._complete()
+        if self._stream is None:
+            self._stream = cast(Any, torch.cuda.Stream)(self._exchange.device)
+        self._stream.wait_event(torch.cuda.current_stream(self._exchange.device).record_event())
+        for x in uses:
+            x.record_stream(self._stream)
+        going = Future()
+        self._begun = _Begun(name, self._steps(name, op), going)
+        self._go_on(None)
         return going
 
     def _carry_out(self, name: str, op: Callable[[], Any]) -> Any:
+        """What the thread does for an op."""
+        steps, lengths = self._steps(name, op), None
+        while True:
+            try:
+                lengths = steps.send(lengths).tolist()
+            except StopIteration as end:
+                return end.value
+
+    def _steps(self, name: str, op: Callable[[], Any]) -> Generator[torch.Tensor, Any, Any]:
         try:
             self._raise()
             start, before = time.perf_counter(), self._exchange.nbytes
             with profiled(f"{self.name}: {name}"), torch.no_grad():
                 result = op()
+            if isinstance(result, Generator):
+                result = yield from _without_gradients(result)
             sent = self._exchange.nbytes - before
             self.ops.append(RowOp(name, sent, start, time.perf_counter()))
             return result
@@ -164,17 +212,55 @@ class RowLane:
             self.abort(kind(words))
             raise
 
-    def wait(self, op: Future[Any]) -> Any:
-        """The result of an op. Raises CollectiveError."""
+    def _go_on(self, lengths: list[int] | None) -> None:
+        """Enqueue the op that has begun, up to where it needs more lengths."""
+        assert self._begun is not None
+        begun = self._begun
+        with torch.cuda.stream(self._stream):
+            try:
+                begun.lengths = _copied(begun.steps.send(lengths))
+                begun.copied = self._stream.record_event()
+                return
+            except StopIteration as end:
+                begun.going.set_result(end.value)
+            except BaseException as error:
+                begun.going.set_exception(error)
+        self._begun = None
+
+    def _complete(self) -> None:
+        """Enqueue all of the op that has begun."""
+        while self._begun is not None:
+            self._begun.copied.synchronize()
+            self._go_on(self._begun.lengths.tolist())
+
+    def _join(self, *results: Any) -> None:
+        """Make the current stream wait for the ops so far. It uses their results, which are freed
+        on the lane's."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._exchange.device)
+            current.wait_event(self._stream.record_event())
+            for x in results:
+                if isinstance(x, torch.Tensor):
+                    x.record_stream(current)
+
+    def wait(self, op: Future[Any], *others: torch.Tensor) -> Any:
+        """The result of an op, which the current stream may use, as well as `others` that it has
+        made. Raises CollectiveError."""
         # no deadline of its own: an exchange that waits for other ranks has one, and then fails
+        self._complete()
         wait([op])
         self._raise()
-        return op.result()
+        result = op.result()
+        self._join(result, *others)
+        return result
 
     def wait_all(self) -> None:
-        """Wait until all ops are done. Raises CollectiveError."""
+        """Wait until all ops are done; on a GPU, let the current stream wait. Raises
+        CollectiveError."""
+        self._complete()
         wait(self._going)
         self._raise()
+        self._join()
 
     def abort(self, error: CollectiveError) -> None:
         """End this lane, here and on the other ranks, because of this error."""
@@ -194,8 +280,40 @@ class RowLane:
 
     def _drain(self) -> None:
         """Before this rank leaves: send what the others wait for."""
+        self._complete()
         wait(self._going)
+        if self._stream is not None and self._error is None:
+            self._stream.synchronize()
 
     def close(self) -> None:
-        """End the thread, once it has carried out all ops."""
+        """End the thread or the stream's work, once it has carried out all ops."""
+        self._drain()
         self._thread.shutdown()
+
+
+@dataclass
+class _Begun:
+    """An op on a GPU that has been enqueued in part, and the lengths for which it waits."""
+
+    name: str
+    steps: Generator[torch.Tensor, Any, Any]
+    going: Future[Any]
+    lengths: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    copied: Any = None
+
+
+def _copied(lengths: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, under way."""
+    return torch.empty_like(lengths, device="cpu", pin_memory=True).copy_(lengths, True)
+
+
+def _without_gradients(steps: Lengths) -> Lengths:
+    """A generator that is not in a context of its caller's while it rests."""
+    lengths = None
+    while True:
+        try:
+            with torch.no_grad():
+                needed = steps.send(lengths)  # type: ignore[arg-type]
+        except StopIteration as end:
+            return end.value
+        lengths = yield needed

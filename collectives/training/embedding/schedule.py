@@ -9,6 +9,10 @@ A step of training carries out these ops, on a lane of its own, beside the dense
 
 Without the next step's tokens, all rows are prior ones, and the forward pass looks up its own.
 
+On a GPU lengths ride ahead: how many tokens each rank has is copied to the host beside the forward
+pass that announces them, and how many rows are prior ones beside the end of the backward pass; the
+next op reads them. Only a forward pass whose tokens nobody has announced waits for its own.
+
 Source: Li et al., "EmbRace: Accelerating Sparse Communication for Distributed Training of Deep
 Neural Networks", section 4.2.2 and algorithm 1.
 """
@@ -25,10 +29,15 @@ import torch
 from torch.nn import functional
 
 from linkweave.collectives.errors import CollectiveAborted
-from linkweave.collectives.training.embedding.exchange import RowExchange, RowLane
+from linkweave.collectives.training.embedding.exchange import (
+    NONE,
+    OUTSIDE,
+    Lengths,
+    RowExchange,
+    RowLane,
+)
 from linkweave.collectives.training.hooks import nothing
-from linkweave.kernels.api import coalesce
-from linkweave.kernels.rows.cpu import unique_positions
+from linkweave.kernels import embedding
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Some rows of the table, ascending and distinct, and their gradients."""
@@ -42,7 +51,6 @@ class Batch:
 
     def __init__(self, ids: torch.Tensor, num_rows: int) -> None:
         self.ids, self.version, self._num_rows = ids, version_of(ids), num_rows
-        self.own = torch.empty(0, dtype=torch.int64)
         self.positions = ids  # of each token among the distinct ones
         self.tokens: list[torch.Tensor] | None = None
         self.known: Future[Any]
@@ -51,22 +59,27 @@ class Batch:
         self.leaf = torch.empty(0)
         self.passed = False  # whether a backward pass has ended since
 
-    def number(self) -> None:
-        """Find the distinct tokens, and where each token is among them."""
-        flat = self.ids.flatten().long().numpy()
-        own, positions = unique_positions(flat, self._num_rows)
-        self.own = torch.from_numpy(own)
-        self.positions = torch.from_numpy(positions).view(self.ids.shape)
+    def tell(self, exchange: RowExchange, known: bool) -> Lengths:
+        """Find the distinct tokens and where each token is among them, and tell them to all ranks;
+        unless they are `known`, tell that."""
+        flat = self.ids.flatten().long()
+        own, positions, count = embedding.unique(flat, self._num_rows)
+        self.positions = positions.view(self.ids.shape)
+        if flat.is_cuda and len(flat):  # on CPUs they have been checked
+            fine = (own[0] >= 0) & (flat.max() < self._num_rows)
+            count = torch.where(fine, count, OUTSIDE)
+        if not known:
+            count = torch.full_like(count, NONE)
+        self.tokens = yield from exchange.tokens(own if known else None, count)
 
 
 class Gradients:
     """The gradients of a step: what this rank adds, and what has arrived from all ranks."""
 
-    def __init__(
-        self, tokens: list[torch.Tensor], own: torch.Tensor, announced: Sequence[Batch]
-    ) -> None:
-        self.tokens, self.own, self.announced = tokens, own, announced
-        self.prior: list[torch.Tensor] = []  # for each rank, whether each of its rows is one
+    def __init__(self, announced: Sequence[Batch]) -> None:
+        self.announced = announced
+        self.chosen: dict[str, tuple[list[torch.Tensor], torch.Tensor]] = {}
+        """Of each part: the rows of each rank, and the gradients of this rank's."""
         self.parts: dict[str, Rows] = {}
 
 
@@ -96,23 +109,18 @@ class RowSchedule:
         batch = self._take(ids)
         if batch is None:
             batch = self._batch(ids)
-            batch.known = self.lane.submit("tokens", partial(self._tell, batch))
+            self._tell(batch, "tokens")
         current = batch.table_version == self._table._version
         if batch.fetched is None or not current:
             batch.fetched = self._fetch(batch)
-        rows: torch.Tensor = self.lane.wait(batch.fetched)
-        padding = None
-        if self._padding is not None:
-            at = int(torch.searchsorted(batch.own, self._padding))
-            if at < len(batch.own) and batch.own[at] == self._padding:
-                padding = at
+        rows: torch.Tensor = self.lane.wait(batch.fetched, batch.positions)
         if trained:
             leaf: Any = rows.requires_grad_()
             batch.leaf = leaf
             self._used.append(batch)
             known = ref(batch)  # which holds the leaf, and so its hooks
             leaf.register_post_accumulate_grad_hook(lambda _: self._collected(known()))
-        return functional.embedding(batch.positions, rows, padding)
+        return functional.embedding(batch.positions, rows)
 
     def _take(self, ids: torch.Tensor) -> Batch | None:
         """The batch that was announced for this very tensor, if all ranks have announced theirs."""
@@ -125,17 +133,17 @@ class RowSchedule:
 
     def announce(self, ids: torch.Tensor | None) -> None:
         """Tell all ranks the tokens of a call in the next step; None at the end of the data."""
-        batch = self._batch(ids if ids is not None else torch.empty(0, dtype=torch.int64))
-        name = "tokens" if ids is not None else "no tokens"
-        batch.known = self.lane.submit(name, partial(self._tell, batch, ids is not None))
+        none = torch.empty(0, dtype=torch.int64, device=self._table.device)
+        batch = self._batch(none if ids is None else ids)
+        self._tell(batch, "no tokens" if ids is None else "tokens", ids is not None)
         self._announced.append(batch)
 
     def _batch(self, ids: torch.Tensor) -> Batch:
         return Batch(ids, len(self._table))
 
-    def _tell(self, batch: Batch, known: bool = True) -> None:
-        batch.number()
-        batch.tokens = self._exchange.tokens(batch.own if known else None)
+    def _tell(self, batch: Batch, name: str, known: bool = True) -> None:
+        told = partial(batch.tell, self._exchange, known)
+        batch.known = self.lane.submit(name, told, [batch.ids] if batch.ids.is_cuda else ())
 
     def _fetch(self, batch: Batch) -> Future[Any]:
         batch.table_version = self._table._version
@@ -162,23 +170,34 @@ class RowSchedule:
             batch.passed = True
         if not (self.sends and self._used):
             return
-        tokens, own = merged(self._used, len(self._table))
-        gradients = self._gradients = Gradients(tokens, own, tuple(self._announced))
+        used = list(self._used)
+        grads = [torch.zeros_like(b.leaf) if b.leaf.grad is None else b.leaf.grad for b in used]
+        gradients = self._gradients = Gradients(tuple(self._announced))
+        send = partial(self._send, gradients, used, grads)
+        self.lane.submit("prior", send, grads if self._table.is_cuda else ())
 
-        def send() -> None:
-            needed = [batch.tokens for batch in gradients.announced]
-            gradients.prior = prior_rows(tokens, needed)
-            self._add(gradients, "prior")
-
-        self.lane.submit("prior", send)
+    def _send(
+        self, gradients: Gradients, used: Sequence[Batch], grads: Sequence[torch.Tensor]
+    ) -> Lengths:
+        """Divide the gradients of batches, and exchange those of prior rows."""
+        mine, num_rows = self._exchange.rank, len(self._table)
+        tokens, own = yield from merged([b.tokens or [] for b in used], grads, mine, num_rows)
+        if self._padding is not None:
+            own = torch.where((tokens[mine] == self._padding)[:, None], 0, own)
+        prior = prior_rows(tokens, [batch.tokens for batch in gradients.announced])
+        counts = yield torch.stack([mask.sum() for mask in prior])
+        for part, masks in (("prior", prior), ("delayed", [~mask for mask in prior])):
+            at = []
+            for row, mask, count in zip(tokens, masks, counts, strict=True):
+                at.append(chosen(mask, count if part == "prior" else len(row) - count))
+            rows = [row[where] for row, where in zip(tokens, at, strict=True)]
+            gradients.chosen[part] = rows, own[at[mine]]
+        self._add(gradients, "prior")
 
     def _add(self, gradients: Gradients, part: str) -> None:
         """Exchange a part of the gradients, unless that is done."""
         if part not in gradients.parts:
-            chosen = [mask if part == "prior" else ~mask for mask in gradients.prior]
-            rows = [row[mask] for row, mask in zip(gradients.tokens, chosen, strict=True)]
-            own = gradients.own[chosen[self._exchange.rank]]
-            gradients.parts[part] = self._exchange.add(rows, own)
+            gradients.parts[part] = self._exchange.add(*gradients.chosen[part])
 
     # ---- step --------------------------------------------------------------------------------
     @property
@@ -216,8 +235,11 @@ class RowSchedule:
         gradients = self._gradients
         if gradients is None:
             return []
-        self.lane.wait(self.lane.submit("delayed", partial(self._add, gradients, "delayed")))
-        return [part for _, part in gradients.parts.values()]
+        done = self.lane.submit("delayed", partial(self._add, gradients, "delayed"))
+        self.lane.wait(done)
+        found = [part for _, part in gradients.parts.values()]
+        self.lane.wait(done, *found)
+        return found
 
     def finish(self) -> None:
         """Wait until the last step is complete."""
@@ -234,15 +256,22 @@ def version_of(ids: torch.Tensor) -> int:
     return 0 if ids.is_inference() else ids._version
 
 
-def merged(batches: Sequence[Batch], num_rows: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The distinct rows of each rank in all batches, and the gradients of this rank's."""
-    grads = [torch.zeros_like(b.leaf) if b.leaf.grad is None else b.leaf.grad for b in batches]
-    tokens = [b.tokens for b in batches if b.tokens is not None]
-    if len(batches) == 1:
+def merged(
+    tokens: Sequence[list[torch.Tensor]], grads: Sequence[torch.Tensor], rank: int, num_rows: int
+) -> Lengths:
+    """Returns the distinct rows of each rank in all batches, and the gradients of this rank's,
+    added in the order of the batches."""
+    if len(tokens) == 1:
         return tokens[0], grads[0]
-    every = [torch.unique(torch.cat(rows)) for rows in zip(*tokens, strict=True)]
-    _, own = coalesce(torch.cat([b.own for b in batches]), torch.cat(grads), num_rows)
-    return every, own
+    found = [embedding.unique(torch.cat(rows), num_rows) for rows in zip(*tokens, strict=True)]
+    counts = yield torch.cat([count for _, _, count in found])
+    every = [rows[:count] for (rows, _, _), count in zip(found, counts, strict=True)]
+    lengths = [len(batch[rank]) for batch in tokens]
+    mine = torch.cat([batch[rank] for batch in tokens])
+    if not len(mine):
+        return every, grads[0]
+    _, own = embedding.sum_rows(mine, lengths, torch.cat(list(grads)), num_rows)
+    return every, own[: counts[rank]]
 
 
 def prior_rows(
@@ -254,6 +283,16 @@ def prior_rows(
     """
     known = [row for rows in needed if rows is not None for row in rows]
     if not known:
-        return [torch.ones(len(rows), dtype=torch.bool) for rows in tokens]
-    every = torch.cat(known)
-    return [torch.isin(rows, every) for rows in tokens]
+        return [torch.ones_like(rows, dtype=torch.bool) for rows in tokens]
+    every = torch.cat(known).sort().values
+    if not len(every):
+        return [torch.zeros_like(rows, dtype=torch.bool) for rows in tokens]
+    # not torch.isin, for which the host waits on a GPU
+    return [
+        every[torch.searchsorted(every, rows).clamp(max=len(every) - 1)] == rows for rows in tokens
+    ]
+
+
+def chosen(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """The positions, so many, at which a mask holds, without asking a GPU for their number."""
+    return torch.nonzero_static(mask, size=count).flatten()

@@ -29,7 +29,8 @@ class ShardedEmbedding(nn.Module):
 
     num_embeddings, embedding_dim: shape of the whole table. There may be more ranks than columns.
     padding_idx: a row that is zero at first and gets no gradient.
-    dtype: float32 or float64. CPU only.
+    dtype: float32, or on CPUs float64.
+    device: where the table is; it may also be moved later. No GPU has run this yet.
     group: as in `DataParallel`. All ranks must construct it.
 
     Train it in `DataParallel`, with SGD without momentum, Adagrad or SparseAdam. A forward pass
@@ -56,7 +57,8 @@ class ShardedEmbedding(nn.Module):
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *,
-        group: Any = None, dtype: torch.dtype | None = None, max_norm: float | None = None,
+        group: Any = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, max_norm: float | None = None,
         scale_grad_by_freq: bool = False, sparse: bool = True, _weight: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -73,13 +75,15 @@ class ShardedEmbedding(nn.Module):
         dtype = dtype or torch.get_default_dtype()
         if dtype not in (torch.float32, torch.float64):
             raise CollectiveError(f"dtype must be torch.float32 or torch.float64, not {dtype}")
-        self._transport = transport_of(group)
+        where = torch.device(device or torch.get_default_device())
+        self._transport = transport_of(group, where.type)
         rank, size = (self._transport.rank, self._transport.size) if self._transport else (0, 1)
         widths = columns_of(self.embedding_dim, size)
         first = sum(widths[:rank])
         self.columns = first, first + widths[rank]
         """The first column of this rank, and the one after its last."""
-        self.weight = nn.Parameter(torch.empty(self.num_embeddings, widths[rank], dtype=dtype))
+        made = torch.empty(self.num_embeddings, widths[rank], dtype=dtype, device=where)
+        self.weight = nn.Parameter(made)
         if _weight is None:
             self.reset_parameters()
         else:
@@ -115,7 +119,9 @@ class ShardedEmbedding(nn.Module):
             # no part is a few rows: torch draws the last 16 values of a tensor in another way
             ends = [DRAWN * part for part in range(1, self.num_embeddings // DRAWN)]
             for rows in torch.tensor_split(self.weight, ends):
-                whole = torch.empty(len(rows), self.embedding_dim, dtype=rows.dtype).normal_()
+                whole = torch.empty(
+                    len(rows), self.embedding_dim, dtype=rows.dtype, device="cpu"
+                ).normal_()  # the same on all devices
                 rows.copy_(self.mine(whole))
             if self.padding_idx is not None:
                 self.weight[self.padding_idx].zero_()
@@ -165,12 +171,15 @@ class ShardedEmbedding(nn.Module):
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
             kind = ids.dtype if isinstance(ids, torch.Tensor) else shown(ids)
             raise CollectiveError(f"{name} must be a tensor of int32 or int64, not {kind}")
-        if ids.device.type != "cpu" or self.weight.device.type != "cpu":
+        if ids.device != self.weight.device:
             raise CollectiveError(
-                f"ShardedEmbedding takes tensors on the CPU; {name} is on {ids.device}, the weight "
-                f"on {self.weight.device}"
+                f"{name} must be on {self.weight.device} as the weight, not on {ids.device}"
             )
-        if ids.numel():
+        if self.weight.is_cuda and self.weight.dtype != torch.float32:
+            raise CollectiveError(
+                f"on a GPU a ShardedEmbedding is float32, not {self.weight.dtype}"
+            )
+        if ids.numel() and not ids.is_cuda:  # on a GPU the ranks tell each other
             least, most = (int(end) for end in ids.aminmax())
             if least < 0 or most >= self.num_embeddings:
                 wrong = least if least < 0 else most
