@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from linkweave.bench.gpu import plans
+from linkweave.bench.gpu import plans, systems
 from linkweave.bench.gpu.api import (
     Arrays,
     CupyArrays,
@@ -98,6 +98,13 @@ def _ipc(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
         yield row("a graph of torch, 2 processes", 8, run_graph, last)
         for policy in POLICIES:
             yield row(f"train by {policy}, 2 processes", 20, train, last, 2, policy)
+        for mode in ("gtopk", "topk"):
+            yield row(f"{mode} as on the CPU, 4 processes", 20, systems.gtopk, last, 4, mode,
+                      11_000_000)  # fmt: skip
+        for kind in ("SGD", "SparseAdam"):
+            yield row(f"an embedding by {kind} as on the CPU, 4 processes", 15, systems.embedding,
+                      last, 4, kind)  # fmt: skip
+        yield row("gTop-k beside dense, 4 processes", 25, systems.converge, last, 4)
         yield row("allreduce beside NCCL", 40 if gpus > 1 else 1, beside_nccl, last, gpus)
 
 

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from unittest import mock
 
 from linkweave.bench.gpu import plans as plans
+from linkweave.bench.gpu import systems
 from linkweave.bench.gpu.api import (
     Arrays,
     CupyArrays,
@@ -153,6 +154,10 @@ def _of_ranks() -> Iterator[Test]:
                 sparse_ranks, meter, cupy, 2, False, 0)  # fmt: skip
     yield _test(f"{on}a CUDA graph, 2 processes", 15, REPORT, run_graph, torch)
     yield _test(f"{on}training, 2 processes", 30, REPORT, train, torch, 2, "c-cube")
+    yield _test(f"{on}gTop-k, 3 processes", 20, REPORT, systems.gtopk, torch, 3, "gtopk", 100_000)
+    yield _test(
+        f"{on}an embedding, 3 processes", 20, REPORT, systems.embedding, torch, 3, "Adagrad"
+    )
 
 
 def _between(n: int) -> Iterator[Test]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from linkweave import collectives
-from linkweave.bench.gpu import train
+from linkweave.bench.gpu import systems, train
 from linkweave.bench.gpu.api import CupyArrays
 from linkweave.bench.gpu.runner import Failed
 
@@ -18,6 +18,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return collectives.spawn(fn, ranks, args=args, timeout=timeout)
 
     monkeypatch.setattr(train, "on_ranks", on_ranks)
+    monkeypatch.setattr(systems, "on_ranks", on_ranks)
 
 
 @pytest.mark.parametrize("policy", train.POLICIES)
@@ -31,3 +32,32 @@ def test_other_parameters_fail(on_cpu: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(train, "CLOSE", -1.0)
     with pytest.raises(Failed, match="from those of one process"):
         train.train(CupyArrays(), 2, "wfbp", "cpu")
+
+
+@pytest.mark.parametrize("mode", ["gtopk", "topk"])
+def test_gtopk_as_on_the_cpu(mode: str, on_cpu: None) -> None:
+    row = systems.gtopk(CupyArrays(), 3, mode, 10_000, "cpu")
+    assert row["elements"] == 10_000 and row["exchange_s"] > 0
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
+def test_an_embedding_as_on_the_cpu(kind: str, on_cpu: None) -> None:
+    assert systems.embedding(CupyArrays(), 3, kind, "cpu")["step_s"] > 0
+
+
+def test_gtopk_converges_beside_dense(on_cpu: None) -> None:
+    assert {*systems.converge(CupyArrays(), 2, "cpu")["loss"]} == {"dense", "gtopk"}
+
+
+def test_other_bits_and_losses_fail(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(fn: Any, ranks: int, *args: Any, timeout: float) -> list[Any]:
+        return [(repr(args[-1]).encode(), 0.0)] * ranks
+
+    monkeypatch.setattr(systems, "BELOW", 0.0)
+    with pytest.raises(Failed, match=r"dense: a loss of .* came down to"):
+        systems.converge(CupyArrays(), 2, "cpu")
+    monkeypatch.setattr(systems, "on_ranks", other)
+    with pytest.raises(Failed, match="gtopk on rank 0 has other bits than on the CPU"):
+        systems.gtopk(CupyArrays(), 3, "gtopk", 10, "cuda")
+    with pytest.raises(Failed, match="SGD on rank 0: the table has other bits"):
+        systems.embedding(CupyArrays(), 3, "SGD", "cuda")
