@@ -140,17 +140,17 @@ def first_outside(indices: torch.Tensor, rows: int) -> int:
 
 def sgd(indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, *tables: Any) -> None:
     """Enqueue a step of SGD; `scalars` are (-lr,)."""
-    _update("sgd", indices, gradient, [*map(float, scalars)], list(tables))
+    _unnoticed("sgd", indices, gradient, scalars, tables)
 
 
 def adagrad(indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, *tables: Any) -> None:
     """Enqueue a step of Adagrad; `scalars` are those of `adagrad_kernel`."""
-    _update("adagrad", indices, gradient, [*map(float, scalars)], list(tables))
+    _unnoticed("adagrad", indices, gradient, scalars, tables)
 
 
 def adam(indices: torch.Tensor, gradient: torch.Tensor, scalars: Any, *tables: Any) -> None:
     """Enqueue a step of Adam; `scalars` are those of `adam_kernel`."""
-    _update("adam", indices, gradient, [*map(float, scalars)], list(tables))
+    _unnoticed("adam", indices, gradient, scalars, tables)
 
 
 def lookup(table: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> None:
@@ -176,6 +176,15 @@ def _pieces(blocks: torch.Tensor, widths: list[int], columns: torch.Tensor) -> A
     each = blocks.split([n * width for width in widths])
     found = [block.view(n, width) for block, width in zip(each, widths, strict=True)]
     return zip(found, columns.split(widths, 1), strict=True)
+
+
+def _unnoticed(
+    kernel: str, indices: torch.Tensor, gradient: torch.Tensor, scalars: Any,
+    tables: tuple[torch.Tensor, ...],
+) -> None:  # fmt: skip
+    """Update tables as the CPU does, without a change of their versions."""
+    with torch.autograd._unsafe_preserve_version_counter(tables):
+        _update(kernel, indices, gradient, [*map(float, scalars)], list(tables))
 
 
 KERNELS = {"sgd": sgd_kernel, "adagrad": adagrad_kernel, "adam": adam_kernel}

@@ -181,7 +181,7 @@ class RowLane:
         self._stream.wait_event(torch.cuda.current_stream(self._exchange.device).record_event())
         for x in uses:
             x.record_stream(self._stream)
-        going = Future()
+        going = Enqueued()
         self._begun = _Begun(name, self._steps(name, op), going)
         self._go_on(None)
         return going
@@ -222,6 +222,7 @@ class RowLane:
                 begun.copied = self._stream.record_event()
                 return
             except StopIteration as end:
+                begun.going.event = self._stream.record_event()
                 begun.going.set_result(end.value)
             except BaseException as error:
                 begun.going.set_exception(error)
@@ -233,16 +234,6 @@ class RowLane:
             self._begun.copied.synchronize()
             self._go_on(self._begun.lengths.tolist())
 
-    def _join(self, *results: Any) -> None:
-        """Make the current stream wait for the ops so far. It uses their results, which are freed
-        on the lane's."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._exchange.device)
-            current.wait_event(self._stream.record_event())
-            for x in results:
-                if isinstance(x, torch.Tensor):
-                    x.record_stream(current)
-
     def wait(self, op: Future[Any], *others: torch.Tensor) -> Any:
         """The result of an op, which the current stream may use, as well as `others` that it has
         made. Raises CollectiveError."""
@@ -251,7 +242,12 @@ class RowLane:
         wait([op])
         self._raise()
         result = op.result()
-        self._join(result, *others)
+        if isinstance(op, Enqueued):
+            current = torch.cuda.current_stream(self._exchange.device)
+            current.wait_event(op.event)
+            for x in (result, *others):
+                if isinstance(x, torch.Tensor):  # which is freed on the lane's stream
+                    x.record_stream(current)
         return result
 
     def wait_all(self) -> None:
@@ -260,7 +256,9 @@ class RowLane:
         self._complete()
         wait(self._going)
         self._raise()
-        self._join()
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._exchange.device)
+            current.wait_event(self._stream.record_event())
 
     def abort(self, error: CollectiveError) -> None:
         """End this lane, here and on the other ranks, because of this error."""
@@ -291,13 +289,19 @@ class RowLane:
         self._thread.shutdown()
 
 
+class Enqueued(Future[Any]):
+    """An op on a GPU: done when all of it is enqueued, and its result is there after `event`."""
+
+    event: Any = None
+
+
 @dataclass
 class _Begun:
     """An op on a GPU that has been enqueued in part, and the lengths for which it waits."""
 
     name: str
     steps: Generator[torch.Tensor, Any, Any]
-    going: Future[Any]
+    going: Enqueued
     lengths: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     copied: Any = None
 
