@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import accumulate, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ import pytest
 import torch
 
 from linkweave.kernels import embedding
-from linkweave.kernels.embedding import cpu
+from linkweave.kernels.embedding import cpu, gpu
 from tests.cpu import casting
-from tests.cpu.casting import fused, special
+from tests.cpu.casting import fused, same, special
 from tests.cpu.triton_checks import (
     ARCHITECTURES,
     OnGpu,
@@ -365,3 +366,43 @@ def test_the_triton_kernels_compile(
         used = resources(kernel.asm["cubin"], tmp_path)
         assert (used["STACK"], used["LOCAL"]) == (0, 0)
         assert used["REG"] <= most  # for 2,048 or 1,280 threads of a multiprocessor
+
+
+# ---- what GPUs do by operations of torch ---------------------------------------------------------
+@pytest.mark.parametrize("seed", range(40))
+def test_torch_and_numba_number_and_add_alike(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, n = int(rng.integers(1, 50)), int(rng.integers(0, 40))
+    ids = torch.from_numpy(rng.integers(0, rows, n))
+    found, its = cpu.unique(ids, rows), gpu.unique(ids, rows)
+    assert all(torch.equal(a, b) for a, b in zip(found, its, strict=True))
+    want, inverse = np.unique(ids.numpy(), return_inverse=True)
+    assert found[0].tolist() == [*want.tolist(), *[rows] * (n - len(want))]
+    assert (found[1].tolist(), found[2].tolist()) == (inverse.tolist(), [len(want)])
+    lists = [np.sort(rng.permutation(rows)[: int(rng.integers(0, rows + 1))]) for _ in range(3)]
+    lengths, every = [*map(len, lists)], torch.from_numpy(np.concatenate(lists))
+    values = special(3 * len(every), seed).view(-1, 3).nan_to_num(1, 2, 3)
+    with np.errstate(over="ignore", invalid="ignore"):
+        ours, sums = cpu.sum_rows(every, lengths, values, rows)
+        theirs, others = gpu.sum_rows(every, lengths, values, rows)
+    k = len(ours)
+    assert torch.equal(ours, theirs[:k]) and same(sums, others[:k])
+    assert (theirs[k:] == rows).all() and not others[k:].any()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: embedding.unique(torch.zeros(3), 5), "ids must be a tensor of torch.int64, not"),
+        (lambda: embedding.unique(torch.zeros(3).long(), -1), "num_rows must be at least 0, not"),
+        (lambda: embedding.sum_rows(torch.zeros(3).long(), [1, 1], torch.zeros(3, 2), 5),
+         "lengths add up to 2, not to the 3 rows"),
+        (lambda: embedding.sum_rows(torch.zeros(2).long(), [2], torch.zeros(3, 2), 5),
+         "rows must be contiguous of shape (3), not (2,)"),
+        (lambda: embedding.sum_rows(torch.zeros(2).long(), [2], torch.zeros(2, 2).half(), 5),
+         "values must be a tensor of torch.float32"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_added_is_refused(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        call()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-ARCHITECTURES = (70, 80, 90)
+ARCHITECTURES = (70, 80, 90, 100)
 
 
 class OnGpu(torch.Tensor):
