@@ -18,7 +18,7 @@ import torch
 from linkweave.kernels import embedding
 from linkweave.kernels.embedding import cpu, gpu
 from tests.cpu import casting
-from tests.cpu.casting import fused, same, special
+from tests.cpu.casting import fused, special
 from tests.cpu.triton_checks import (
     ARCHITECTURES,
     OnGpu,
