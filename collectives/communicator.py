@@ -150,6 +150,11 @@ class Communicator(Collectives):
         gpu = gpu_of(x)
         return (self._calls if gpu is None else self._on_gpu(gpu)).planner.topology
 
+    def exchange(self, x: Any, counts: Sequence[Sequence[int]], out: Any) -> None:
+        """An `alltoall` of `x` to `out` on GPUs of `counts[src][dst]` rows from rank `src` to rank
+        `dst`, the same on all ranks, which do not compare them."""
+        self._submit(False, x, operations.exchange_on_gpu, x, counts, out)
+
     def sendrecv(self, x: Any, pairs: Sequence[tuple[int, int]]) -> None:
         """Send `x` from the source of each pair (source, target) to its target, in place.
 

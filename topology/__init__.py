@@ -1,6 +1,6 @@
 """Machines, their links and the paths between GPUs. Needs neither torch nor a GPU."""
 
-from linkweave.topology.bounds import Bound, allreduce_bound, bound
+from linkweave.topology.bounds import Bound, allreduce_bound, bound, reducing_bound
 from linkweave.topology.clusters import cluster
 from linkweave.topology.compare import compare
 from linkweave.topology.draw import draw
@@ -27,5 +27,6 @@ __all__ = [
     "compare",
     "draw",
     "load",
+    "reducing_bound",
     "to_nccl_xml",
 ]

@@ -9,7 +9,7 @@ from itertools import combinations
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.link import GpuId, Link
-from linkweave.topology.machines import both, dgx1_p100, ordered
+from linkweave.topology.machines import both, dgx1_p100, ordered, switches_of_nvls
 from linkweave.topology.routes import Vertex, groups
 from linkweave.topology.topology import Topology
 
@@ -49,7 +49,11 @@ def assemble(told: Told) -> Topology:
     links = _nvlinks(told, sm, assumed)
     links += _pcie_tree(told, sm, assumed)
     gpus = tuple(d.gpu for d in told.devices)
-    machine = Topology(told.name, gpus, ordered(links), tuple(assumed), tuple(told.devices))
+    every = ordered(links)
+    machine = Topology(
+        told.name, gpus, every, tuple(assumed), tuple(told.devices),
+        reducing=switches_of_nvls(every, told.devices),
+    )  # fmt: skip
     if any(sm.values()):
         return machine
     return _without_models(machine)

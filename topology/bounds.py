@@ -1,9 +1,9 @@
 """The best that any collective can do on a machine's links, whatever its algorithm.
 
-Switches pass messages on, but neither reduce nor copy them. N is the size in bytes of a rank's
-input to all-reduce, reduce-scatter and broadcast, and of all-gather's output; algbw is N over the
-time. kappa(S) is a minimum cut: the least capacity that separates the ranks S from the other ranks,
-with switches and forwarders on either side.
+Switches pass messages on and, but for `reducing_bound`, neither reduce nor copy them. N is the
+size in bytes of a rank's input to all-reduce, reduce-scatter and broadcast, and of all-gather's
+output; algbw is N over the time. kappa(S) is a minimum cut: the least capacity that separates the
+ranks S from the other ranks, with switches and forwarders on either side.
 
 All-reduce: split the ranks into r parts. At least 2 (r - 1) N bytes must pass between parts, and no
 routing carries more than the sum of kappa over the parts (twice what the theorem of Lovasz and
@@ -60,6 +60,8 @@ class Bound:
     over: str
     links: Fraction | None
     assumed: bool = False
+    reduced: bool = False
+    """Whether switches may reduce and multicast what passes."""
 
     @property
     def algbw(self) -> float:
@@ -74,8 +76,9 @@ class Bound:
                 f"{self.collective}: about {self.algbw / 1e9:.4g} GB/s by the model of one memory"
             )
         units = f" = {self.links} link{'s'[: self.links != 1]}" if self.links else ""
+        how = ", reduced by the switches (NVLS)" if self.reduced else ""
         return (
-            f"{self.collective}: at most {self.algbw / 1e9:.4g} GB/s{units} over {self.over}"
+            f"{self.collective}{how}: at most {self.algbw / 1e9:.4g} GB/s{units} over {self.over}"
             f"{' (speed assumed)' * self.assumed}; bottleneck: {self.bottleneck}"
         )
 
@@ -83,6 +86,29 @@ class Bound:
 def allreduce_bound(topology: Topology) -> float:
     """The highest algbw that an all-reduce can reach, in bytes/s."""
     return bound(topology, "allreduce").algbw
+
+
+@lru_cache(maxsize=64)
+def reducing_bound(topology: Topology) -> Bound | None:
+    """Bound the time of an all-reduce in which the topology's `reducing` switches take part.
+
+    All N bytes of the result depend on every rank, so that N bytes must leave each proper subset of
+    the ranks, and N enter it, whoever adds them: algbw <= kappa(S). Where every GPU has one port
+    into such a switch, and sends and receives each byte once, this is reached. Multicast does not
+    change the bounds of the other collectives. None if no switch reduces; raises as `bound`.
+    """
+    plain = bound(topology)
+    if not topology.reducing or not plain.seconds_per_byte:
+        return None
+    ranks, first = topology.gpus, topology.gpus[0]
+    found = [_rooted(ranks, _capacities(topology), first)]
+    found.append(_inward(_rooted(ranks, _capacities(topology, reverse=True), first)))
+    algbw, cuts = min(found, key=lambda pair: pair[0])
+    return replace(
+        plain, seconds_per_byte=1 / algbw, parts=tuple(_ranks_of(cut, ranks) for cut in cuts),
+        bottleneck=_words(topology, cuts), reduced=True,
+        links=plain.links and plain.links * plain.seconds_per_byte * algbw,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

@@ -91,6 +91,7 @@ def cluster(
         tuple(range(nodes * size)),
         ordered(links if nodes > 1 else [k for k in links if k.kind != "network"]),
         machine.assumptions,
+        reducing=tuple(f"node{i}.{switch}" for i in range(nodes) for switch in machine.reducing),
     )
 
 

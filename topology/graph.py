@@ -30,6 +30,9 @@ class Graph:
     forwarders: tuple[int, ...] = ()
     timings: tuple[Timing, ...] = ()
     """Measured times of all-reduces on this machine."""
+    reducing: tuple[str, ...] = ()
+    """Switches that add what several ports send, and copy to several ports, as NVSwitches do from
+    Hopper on (NVLS)."""
 
     def __post_init__(self) -> None:
         if not self.gpus:
@@ -55,6 +58,8 @@ class Graph:
                     "merge them into one with a count"
                 )
             seen.add((link.src, link.dst))
+        if strange := [switch for switch in self.reducing if switch not in self.switches]:
+            raise TopologyError(f"{self.name} has no link of {strange[0]}, which is said to reduce")
 
     @cached_property
     def _hash(self) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Link
+from linkweave.topology.link import GpuId, Link
 from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
 
@@ -30,6 +31,12 @@ def both(
 def _machine(name: str, n: int, pairs: Iterable[tuple[Link, Link]], *assumptions: str) -> Topology:
     links = ordered(link for pair in pairs for link in pair)
     return Topology(name, tuple(range(n)), links, assumptions)
+
+
+def switches_of_nvls(links: Sequence[Link], devices: Iterable[GpuId]) -> tuple[str, ...]:
+    """The NVSwitch of a machine, if it reduces: all GPUs must be known to be of Hopper or later."""
+    switched = any("nvswitch" in (k.src, k.dst) for k in links)
+    return ("nvswitch",) if switched and all(d.sm >= speeds.NVLS for d in devices) else ()
 
 
 def ordered(links: Iterable[Link]) -> tuple[Link, ...]:
@@ -83,17 +90,22 @@ SWITCH_PLANES = "the NVSwitch planes are drawn as one non-blocking switch"
 _SWITCHED = {
     "dgx2": (16, 6, speeds.NVLINK),  # V100
     "dgx-a100": (8, 12, speeds.NVLINK),
-    "dgx-h100": (8, 18, speeds.NVLINK),  # in-switch reduction is not modelled
+    "dgx-h100": (8, 18, speeds.NVLINK),
     "dgx-h200": (8, 18, speeds.NVLINK),
     "dgx-b200": (8, 18, speeds.nvlink(100)),
 }
 """GPUs; NVLinks of each GPU into NVSwitch; bytes/s of a link."""
 
 
+_REDUCING = ("dgx-h100", "dgx-h200", "dgx-b200")
+"""Machines whose NVSwitches have NVLS."""
+
+
 def _switched(name: str) -> Topology:
     n, ports, bandwidth = _SWITCHED[name]
     pairs = (both(g, "nvswitch", bandwidth, ports) for g in range(n))
-    return _machine(name, n, pairs, SWITCH_PLANES)
+    reducing = ("nvswitch",) if name in _REDUCING else ()
+    return replace(_machine(name, n, pairs, SWITCH_PLANES), reducing=reducing)
 
 
 def mesh(n: int) -> Topology:

@@ -134,6 +134,8 @@ class _Writer:
         """The compute capability, from which NCCL derives the speed of NVLinks."""
         rates = {k.bandwidth for k in nvlinks}
         sm = self.devices[g].sm or speeds.generation(max(rates, default=speeds.NVLINK))
+        if self.topology.reducing and not self.devices[g].sm:
+            sm = max(sm, speeds.NVLS)
         if odd := [rate for rate in rates if rate != speeds.nvlink(sm)]:
             raise TopologyError(
                 f"{self.topology.name}: GPU {g} has NVLinks of {odd[0] / 1e9:g} GB/s; NCCL's form "

@@ -16,7 +16,7 @@ from xml.parsers import expat
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.link import GpuId, Link
-from linkweave.topology.machines import SWITCH_PLANES, both, ordered
+from linkweave.topology.machines import SWITCH_PLANES, both, ordered, switches_of_nvls
 from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
 
@@ -135,9 +135,11 @@ class _Reader:
         numbers = [gpu.device.gpu for gpu in self.gpus]
         ranked = [g.device.gpu for g in self.gpus if "rank" in g.element.attributes] or numbers
         passing = tuple(g for g in numbers if g not in ranked)
+        links = ordered(self.links.values())
+        reducing = switches_of_nvls(links, [gpu.device for gpu in self.gpus])
         return Topology(
-            self.name, tuple(ranked), ordered(self.links.values()),
-            tuple(dict.fromkeys(self.assumed)), tuple(g.device for g in self.gpus), passing,
+            self.name, tuple(ranked), links, tuple(dict.fromkeys(self.assumed)),
+            tuple(g.device for g in self.gpus), passing, (), reducing,
         )  # fmt: skip
 
     def socket(self, cpu: Element) -> int:

@@ -45,6 +45,10 @@ def nvlink(sm: int) -> int:
     return _since(_NVLINK, sm, NVLINK)
 
 
+NVLS = 90
+"""The compute capability from which NVSwitches reduce and multicast for NCCL."""
+
+
 def generation(bandwidth: int) -> int:
     """The compute capability whose NVLinks have the nearest bandwidth."""
     return min(_NVLINK, key=lambda sm: (abs(_NVLINK[sm] - bandwidth), sm))

@@ -43,7 +43,9 @@ class Topology(Graph):
         if helpers:
             name += f" over {','.join(map(str, helpers))}"
         devices = tuple(device for device in self.devices if device.gpu in keep)
-        return Topology(name, chosen, links, self.assumptions, devices, helpers)
+        left = {end for link in links for end in (link.src, link.dst)}
+        reducing = tuple(switch for switch in self.reducing if switch in left)
+        return Topology(name, chosen, links, self.assumptions, devices, helpers, (), reducing)
 
     def isomorphic_to(self, other: Topology) -> dict[int, int] | None:
         """Return a renumbering of this machine's GPUs that turns it into `other`, or None.
@@ -74,6 +76,7 @@ class Topology(Graph):
                 "devices": [asdict(device) for device in self.devices],
                 "forwarders": list(self.forwarders),
                 "timings": [asdict(timing) for timing in self.timings],
+                "reducing": list(self.reducing),
             },
             indent=1,
         )
@@ -85,7 +88,7 @@ class Topology(Graph):
         for key, kind in {"name": str, "gpus": list}.items():
             if not isinstance(data.get(key), kind):
                 raise TopologyError(f'{where}: "{key}" must be a {kind.__name__}')
-        for key in ("assumptions", "forwarders"):
+        for key in ("assumptions", "forwarders", "reducing"):
             if not isinstance(data.setdefault(key, []), list):
                 raise TopologyError(f'{where}: "{key}" must be a list')
         return Topology(
@@ -94,6 +97,7 @@ class Topology(Graph):
             records(GpuId, data.get("devices", []), f"{where}: devices"),
             tuple(data["forwarders"]),
             records(Timing, data.get("timings", []), f"{where}: timings"),
+            tuple(map(str, data["reducing"])),
         )  # fmt: skip
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.cost import MAX_CHUNKS
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose, predict
-from linkweave.topology import Topology, bound
+from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
 from linkweave.topology.loading import read
 from linkweave.topology.parts import parts_of
@@ -99,6 +99,11 @@ def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
         )
         share = nbytes / line.seconds * float(best.seconds_per_byte)
         facts["bound"] = f"{best}; this plan reaches {share:.0%}"
+        if made.collective == "allreduce" and (reduced := reducing_bound(machine)):
+            facts["bound"] += (
+                f". Switches that reduce (NVLS, which no algorithm here uses) allow "
+                f"{reduced.algbw / 1e9:.4g} GB/s"
+            )
     parts = parts_of(made, machine)
     several = "s"[: len(parts) != 1]
     facts["made of"] = f"{len(parts)} {parts[0].name.split()[0]}{several}" if parts else "nothing"

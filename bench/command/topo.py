@@ -13,7 +13,7 @@ from linkweave import collectives, topology
 from linkweave.bench.command import options, plans
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
-from linkweave.topology import Topology, bound
+from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
 from linkweave.topology.compare import compare as match
 from linkweave.topology.compare import in_words
@@ -101,7 +101,9 @@ def report(machine: Topology) -> str:
 def bounds(machine: Topology) -> list[str]:
     """The bound of each collective, or why there is none."""
     try:
-        return [str(bound(machine, collective)) for collective in BOUNDED]
+        every = [bound(machine, collective) for collective in BOUNDED]
+        reduced = reducing_bound(machine)
+        return [*map(str, every), *([f"{reduced}; no algorithm here uses them"] if reduced else ())]
     except TopologyError as error:
         return [f"no bound: {error}"]
 

@@ -340,12 +340,29 @@ def _alltoallv_on_gpu(
         out = output_for(x, (rows, *x.shape[1:]), None)
         written = context.buffer(out)
     got, done = written
-    if largest := max(map(max, splits)) * row:
-        like = replace(buffer, nbytes=size << (largest - 1).bit_length())
-        request = context.request("alltoall", like, "sum")
-        context.move_parts(request, buffer, got, [[n * row for n in split] for split in splits])
+    _deal(context, buffer, got, row, splits)
     done()
     return out
+
+
+def _deal(
+    context: GpuContext, given: Buffer, got: Buffer, row: int, splits: Sequence[Sequence[int]]
+) -> None:
+    """Make an all-to-all of `splits[src][dst]` rows of so many bytes."""
+    if largest := max(map(max, splits)) * row:
+        like = replace(given, nbytes=context.size << (largest - 1).bit_length())
+        request = context.request("alltoall", like, "sum")
+        context.move_parts(request, given, got, [[n * row for n in split] for split in splits])
+
+
+def exchange_on_gpu(
+    context: GpuContext, x: Any, counts: Sequence[Sequence[int]], out: Any
+) -> None:  # fmt: skip
+    """An all-to-all of `counts[src][dst]` rows, which all ranks know: no rank tells its own."""
+    given, _ = context.buffer(x, written=False)
+    got, done = context.buffer(out)
+    _deal(context, given, got, row_bytes(x, given), counts)
+    done()
 
 
 def _other_rows(rank: int, told: Sequence[int], receives: Sequence[int]) -> CollectiveError:

@@ -129,9 +129,11 @@ class Group(_Base):  # type: ignore[misc]
 
     def abort(self) -> None:
         self.communicator.abort(RAISED)
-        if nccl := self._others.get("cuda"):
-            nccl.abort()
-        self.shutdown()
+        try:
+            if nccl := self._others.get("cuda"):
+                nccl.abort()
+        finally:
+            self.shutdown()
 
     # ---- collectives -------------------------------------------------------------------------
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:

@@ -21,7 +21,7 @@ from linkweave.collectives.planning.planner import (
 )
 from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.collectives.planning.sparse_tree import Sparse, sparse_costs
-from linkweave.topology import Bound, Topology, Vertex, bound
+from linkweave.topology import Bound, Topology, Vertex, bound, reducing_bound
 from linkweave.topology.checks import integer
 from linkweave.topology.timings import measured_seconds
 
@@ -67,6 +67,9 @@ class Explanation:
     sparse: tuple[Sparse, ...] = ()
     """The modes of a `sparse_allreduce` of k entries on each rank; `auto` takes the first."""
 
+    reduced: Bound | None = None
+    """The bound where switches reduce, if some do."""
+
     @property
     def bottleneck(self) -> str:
         """What limits even the best possible algorithm."""
@@ -77,6 +80,7 @@ class Explanation:
             f"all-reduce of {size_text(self.nbytes)} on {self.topology}: {self.choice}",
             *wrap(self.reason, 100),
             *wrap(str(self.bound), 100),
+            *(wrap(f"{self.reduced}; no algorithm here uses them", 100) if self.reduced else ()),
             "",
             f"{'algorithm':23}{'chunks':>7}{'us':>10}{'first chunk us':>16}{'of bound':>10}"
             f"{'detours':>9}{'sharing':>9}  busiest link",
@@ -155,7 +159,7 @@ def explain(
     return Explanation(
         topology.name, nbytes, tuple(rows), tuple(refused), choice,
         _reason(rows, choice, nbytes), best, crossovers(topology), k,
-        () if k is None else sparse_costs(topology, nbytes // 4, k),
+        () if k is None else sparse_costs(topology, nbytes // 4, k), reducing_bound(topology),
     )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from linkweave.collectives.overlap.units import Gates as Recorded
 from linkweave.collectives.overlap.units import Recorder, Unit, tensors_in
 from linkweave.collectives.training import checks as checks
 from linkweave.collectives.training.chaining import Gates, fault_of_chaining
-from linkweave.collectives.training.checks import DivergenceCheck
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
@@ -331,27 +330,28 @@ class Engine:
                 self.state = resting
         elif self.state is State.COLLECTING:
             sends, self._told = self.sends, None
-            self.embeddings.end_backward()
             if sends:
                 self._guarded(self._send)
             else:
+                self.embeddings.end_backward()
                 self._on(Event.KEPT)
 
     def _send(self) -> None:
-        """Send what is left, and wait for it unless the program is chained."""
+        """Send what is left, then rows, as all ranks do; wait unless the program is chained."""
         self._fresh = True
         if not self.units and self._rows_only != self.layouts:
             self._build()
+        if self.units:
+            self.moments.backward_ends()
+        for index, left in enumerate(self._left):
+            if left:
+                self._collected(index)
+        self.embeddings.end_backward()
         if not self.units:  # all parameters are those of embeddings
             self._rows_only, self.state = self.layouts, State.AVERAGED
             self._after(0)
             return
-        self.moments.backward_ends()
-        for index, left in enumerate(self._left):
-            if left:
-                self._collected(index)
-        self._version = self.gradients.version
-        self._passed = set()
+        self._version, self._passed = self.gradients.version, set()
         self._on(Event.SENT)
         if self.program.chained:
             self._versions = [p._version for unit in self.units for p in unit.parameters]
@@ -423,7 +423,7 @@ class Engine:
                 self._unit_of[id(parameter)] = index, i
         self._left = [len(unit.parameters) for unit in units]
         self._gates = Gates(self.module, units, self._before, Hook(self._reach))
-        self._check = DivergenceCheck(units, self.transport)
+        self._check = checks.DivergenceCheck(units, self.transport)
         self.tuner = self._tuner_of(self)
         self.exchange.load(self._kept)
         self.exchange.begin()

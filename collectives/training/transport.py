@@ -89,7 +89,7 @@ class Transport(Protocol):
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
         """Send elements of a flat tensor to each rank; what each rank sends to this one, in rank
-        order. CPU tensors only."""
+        order."""
 
     def broadcast(self, x: torch.Tensor, source: int = 0, lane: int | None = None) -> None:
         """Copy `x` of rank `source` to all ranks. Not beside another call of this kind, unless it
@@ -196,6 +196,9 @@ class OverCommunicator:
         found: torch.Tensor
         if isinstance(over, ClusterCommunicator):
             found = over.exchange(x, counts)
+        elif x.is_cuda:
+            found = x.new_empty(sum(row[self.rank] for row in counts))
+            over.exchange(x, counts, found)
         else:
             found = over.alltoall(x, None, *splits(counts, self.rank))
         return found
@@ -433,7 +436,9 @@ def transport_of(group: Any, device: str = "cpu") -> Transport | None:
             else:
                 return None
     if isinstance(group, Group) and dist.get_world_size(group) > 1:
-        kinds = group.communicator.allgather(torch.tensor([ord(x) for x in f"{device:8}"[:8]]))
+        kinds = group.communicator.allgather(
+            torch.tensor([ord(x) for x in f"{device:8}"[:8]], device="cpu")
+        )
         if (kinds != kinds[0]).any():
             raise CollectiveError(f"ranks have parameters on different devices; mine: {device}")
         ours = device == "cpu" or (

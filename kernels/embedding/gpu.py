@@ -128,7 +128,8 @@ def sum_rows(
     found, positions, _ = unique(rows, num_rows)
     sums = torch.zeros_like(values)
     for at, part in zip(positions.split(lengths), values.split(lengths), strict=True):
-        sums.index_add_(0, at, part)
+        # not index_add_, whose atomic additions flush subnormals
+        sums.index_copy_(0, at, sums[at] + part)
     return found, sums
 
 

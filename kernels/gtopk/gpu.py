@@ -107,10 +107,15 @@ def keep(own: torch.Tensor, found: torch.Tensor, residual: torch.Tensor, arrived
 
 
 def scatter(indices: torch.Tensor, values: torch.Tensor, x: torch.Tensor) -> None:
-    """x[indices] = values, for the indices that are no `PAD`; x is zero, and values are not -0."""
+    """x[indices] = values, for the indices that are no `PAD`; x is zero, no value is -0.0."""
     _add(x, indices, values, indices != PAD)
 
 
 def _add(x: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, which: torch.Tensor) -> None:
-    """x[indices] += values for those entries; the others add -0.0 to the first element."""
-    x.index_add_(0, torch.where(which, indices, 0), torch.where(which, values, -0.0))
+    """x[indices] += values for those entries, which have different indices."""
+    # not index_add_, whose atomic additions flush subnormals: the other entries write what one of
+    # those does, or if there is none, the first element as it is
+    one = which.to(torch.uint8).argmax(keepdim=True)
+    at = torch.where(which, indices, 0)
+    sums = torch.where(which, x[at] + values, x[at])
+    x.index_copy_(0, torch.where(which, at, at[one]).long(), torch.where(which, sums, sums[one]))

@@ -139,6 +139,42 @@ def test_embeddings(kind: str, prefetches: bool, seed: int, request: pytest.Fixt
     assert on_threads(1 + seed if seed else 9, body)[0] == want
 
 
+def test_an_op_fails_between_its_parts(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error names it, on the rank where it fails, and ends the others."""
+
+    def copied(lengths: torch.Tensor) -> torch.Tensor:
+        if len(lengths) == 2 and made.pop():
+            raise RuntimeError("no pinned memory")
+        return lengths.clone()
+
+    made = [False, False, True, False]
+    monkeypatch.setattr(row_exchange, "_copied", copied)
+
+    def body(transport: ThreadTransport) -> str:
+        try:
+            trained("SGD", 0, True, transport)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    found, _ = on_threads(2, body)
+    assert all("CollectiveAborted: rank" in words for words in found), found
+    assert any("of embedding: no pinned memory" in words for words in found), found
+
+
+def test_an_op_that_nobody_completes_is_no_failure(as_on_a_gpu: None) -> None:
+    def body(transport: ThreadTransport) -> str:
+        table = ShardedEmbedding(ROWS, WIDTH, group=transport)
+        assert table.schedule is not None
+        table.schedule.announce(torch.tensor([1, 2]))
+        lane = table.schedule.lane
+        assert lane._begun is not None
+        lane._begun.steps.close()
+        return str(lane._error)
+
+    assert on_threads(2, body)[0] == ["None"] * 2
+
+
 def outside(transport: ThreadTransport) -> str:
     table = ShardedEmbedding(ROWS, WIDTH, group=transport)
     ids = torch.tensor([1, ROWS if transport.rank == 1 else 2])

@@ -459,3 +459,24 @@ def along_pairs(rank: int) -> bool:
 def test_messages_along_pairs(mode: str, machine: Machine) -> None:
     found = collectives.spawn(along_pairs, 3, "mesh-3", timeout=100, **MODES[mode])
     assert found == [True] * 3
+
+
+def known_counts(rank: int, counts: list[list[int]]) -> bool:
+    comm = get_default()
+    given = np.concatenate([np.full(n, 10 * rank + to) for to, n in enumerate(counts[rank])])
+    x = tensor(given, "int32")
+    got = tensor(np.zeros(sum(row[rank] for row in counts)), "int32")
+    comm.exchange(x, counts, got)
+    comm.synchronize()
+    want = np.concatenate([np.full(row[rank], 10 * r + rank) for r, row in enumerate(counts)])
+    return bool((got.array == want).all())
+
+
+@pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
+@pytest.mark.parametrize("counts", [[[3, 0, 5], [1, 2, 3], [0, 0, 0]], [[0] * 3] * 3])
+def test_rows_of_which_all_ranks_know_the_counts(
+    mode: str, counts: list[list[int]], machine: Machine
+) -> None:
+    arguments = (counts,)
+    found = collectives.spawn(known_counts, 3, "mesh-3", arguments, timeout=100, **MODES[mode])
+    assert found == [True] * 3

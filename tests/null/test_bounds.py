@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import time
@@ -10,13 +11,26 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from itertools import chain, combinations, product
+from pathlib import Path
 
 import networkx as nx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from linkweave import collectives
 from linkweave.collectives.planning.planner import candidates
-from linkweave.topology import Link, Topology, TopologyError, Vertex, allreduce_bound, bound, load
+from linkweave.topology import (
+    Link,
+    Topology,
+    TopologyError,
+    Vertex,
+    allreduce_bound,
+    bound,
+    load,
+    reducing_bound,
+    to_nccl_xml,
+)
 from linkweave.topology.bounds import BOUNDED
 from tests.null.helpers import renumbered
 
@@ -537,3 +551,70 @@ def test_words_do_not_blame_the_gpus_for_what_lies_behind_them() -> None:
 
 def test_on_one_memory_it_is_a_model_and_no_bound() -> None:
     assert str(bound(load("cpu-4"))) == "allreduce: about 3.333 GB/s by the model of one memory"
+
+
+# ---- switches that reduce ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "plain", "reduced"),
+    [("dgx-h100", F(18 * 25 * 4, 7), 18 * 25), ("dgx-h200", F(18 * 25 * 4, 7), 18 * 25),
+     ("dgx-b200", F(18 * 50 * 4, 7), 18 * 50)],
+)  # fmt: skip
+def test_switches_that_reduce_take_each_byte_once(name: str, plain: F, reduced: int) -> None:
+    """A port carries N bytes each way, where it carries 2 (P - 1) / P N without them."""
+    machine = load(name)
+    assert 1 / bound(machine).seconds_per_byte == plain * GB
+    found = reducing_bound(machine)
+    assert found is not None and 1 / found.seconds_per_byte == reduced * GB
+    assert (found.links, found.bottleneck) == (18, "each GPU's 18 links")
+    assert str(found).startswith(
+        f"allreduce, reduced by the switches (NVLS): at most {reduced} GB/s = 18 links over NVLink"
+    )
+
+
+def test_published_figures_of_nvls_are_within_its_bound_alone() -> None:
+    """NCCL 2.18 to 2.20 on 8 x H100: 273 to 275 GB/s of algbw (nccl#1455, nccl-tests#212)."""
+    reduced = reducing_bound(load("dgx-h100"))
+    assert reduced is not None
+    assert bound(load("dgx-h100")).algbw < 273e9 and reduced.algbw > 275e9
+
+
+@pytest.mark.parametrize("name", ["dgx2", "dgx-a100", "dgx1-v100", "pcie-8", "cpu-4"])
+def test_other_switches_do_not_reduce(name: str) -> None:
+    assert reducing_bound(load(name)) is None
+
+
+def test_switches_that_reduce_are_kept_and_told(tmp_path: Path) -> None:
+    machine = load("dgx-h100")
+    assert Topology.from_json(machine.to_json()).reducing == ("nvswitch",)
+    assert machine.subset([0, 3]).reducing == ("nvswitch",)
+    two = load("2 x dgx-h100")
+    assert two.reducing == ("node0.nvswitch", "node1.nvswitch")
+    reduced, plain = reducing_bound(two), bound(two)
+    assert reduced is not None and reduced.seconds_per_byte <= plain.seconds_per_byte
+    wrong = json.loads(machine.to_json()) | {"reducing": ["spine"]}
+    with pytest.raises(TopologyError, match="no link of spine, which is said to reduce"):
+        Topology.from_json(json.dumps(wrong))
+    for name in ("dgx-h100", "dgx-b200", "dgx-a100"):
+        path = tmp_path / f"{name}.xml"
+        path.write_text(to_nccl_xml(load(name)))
+        assert load(path).reducing == load(name).reducing
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 6), st.randoms(use_true_random=False))
+def test_the_bound_of_reducing_switches_is_the_least_cut(n: int, chance: random.Random) -> None:
+    """Against all subsets, on stars of unequal ports and a few links of GPUs."""
+    links = [link for g in range(n)
+             for link in (Link(g, "sw", chance.randint(1, 9), kind="nvlink"),
+                          Link("sw", g, chance.randint(1, 9), kind="nvlink"))]  # fmt: skip
+    links += [Link(a, b, chance.randint(1, 9), kind="nvlink")
+              for a in range(n) for b in range(n) if a != b and chance.random() < 0.3]  # fmt: skip
+    machine = Topology("star", tuple(range(n)), tuple(links), reducing=("sw",))
+    least = min(
+        sum(k.bandwidth for k in links if k.src in side and k.dst not in side)
+        for size in range(1, n)
+        for some in combinations(range(n), size)
+        for side in ({*some}, {*some, "sw"})
+    )
+    found = reducing_bound(machine)
+    assert found is not None and 1 / found.seconds_per_byte == least

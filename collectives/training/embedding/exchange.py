@@ -52,6 +52,10 @@ class RowExchange:
         """Bytes that this rank has sent to other ranks."""
 
     @property
+    def table(self) -> torch.Tensor:
+        return self._table
+
+    @property
     def device(self) -> torch.device:
         return self._table.device
 
@@ -157,6 +161,7 @@ class RowLane:
         self.name, self._transport, self._exchange = name, transport, exchange
         self._thread = ThreadPoolExecutor(1, f"linkweave-rows-{name}")
         self._stream: Any = None
+        self._before: Any = None  # where the current stream was when the last op was submitted
         self._begun: _Begun | None = None  # the op on a GPU that needs lengths
         self._going: set[Future[Any]] = set()
         self._error: CollectiveError | None = None
@@ -166,10 +171,14 @@ class RowLane:
         transport.before_close(WeakMethod(self._drain))
 
     def submit(
-        self, name: str, op: Callable[[], Any], uses: Sequence[torch.Tensor] = ()
-    ) -> Future[Any]:
-        """Carry out an op, which may be one of `Lengths`, after those before it. It `uses` tensors
-        of the current stream, which may be freed before it has run."""
+        self, name: str, op: Callable[[], Any], uses: Sequence[torch.Tensor] = (),
+        follows: bool = True,
+    ) -> Future[Any]:  # fmt: skip
+        """Carry out an op, which may be one of `Lengths`, after those before it.
+
+        It `uses` tensors of the current stream, which may be freed before it has run; the table is
+        one of them anyway. Unless it `follows` that stream, it calls `follow` before it reads them.
+        """
         going: Future[Any]
         if self._exchange.device.type == "cpu":
             going = self._thread.submit(self._carry_out, name, op)
@@ -178,13 +187,20 @@ class RowLane:
         self._complete()
         if self._stream is None:
             self._stream = cast(Any, torch.cuda.Stream)(self._exchange.device)
-        self._stream.wait_event(torch.cuda.current_stream(self._exchange.device).record_event())
-        for x in uses:
+        self._before = torch.cuda.current_stream(self._exchange.device).record_event()
+        if follows:
+            self.follow()
+        for x in (self._exchange.table, *uses):
             x.record_stream(self._stream)
         going = Enqueued()
-        self._begun = _Begun(name, self._steps(name, op), going)
+        self._begun = _Begun(self._steps(name, op), going)
         self._go_on(None)
         return going
+
+    def follow(self) -> None:
+        """Let the rest of an op come after what the current stream had when it was submitted."""
+        if self._before is not None:
+            self._stream.wait_event(self._before)
 
     def _carry_out(self, name: str, op: Callable[[], Any]) -> Any:
         """What the thread does for an op."""
@@ -202,10 +218,12 @@ class RowLane:
             with profiled(f"{self.name}: {name}"), torch.no_grad():
                 result = op()
             if isinstance(result, Generator):
-                result = yield from _without_gradients(result)
+                result = yield from _within(f"{self.name}: {name}", result)
             sent = self._exchange.nbytes - before
             self.ops.append(RowOp(name, sent, start, time.perf_counter()))
             return result
+        except GeneratorExit:  # nobody needs the rest
+            raise
         except BaseException as error:
             kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
             words = f"rank {self._transport.rank}, {name} of {self.name}: {error}"
@@ -214,31 +232,44 @@ class RowLane:
 
     def _go_on(self, lengths: list[int] | None) -> None:
         """Enqueue the op that has begun, up to where it needs more lengths."""
-        assert self._begun is not None
-        begun = self._begun
-        with torch.cuda.stream(self._stream):
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        with torch.cuda.stream(self._stream), torch.inference_mode(False):
             try:
-                begun.lengths = _copied(begun.steps.send(lengths))
-                begun.copied = self._stream.record_event()
-                return
+                needed = begun.steps.send(lengths)
+                try:
+                    begun.lengths, begun.copied = _copied(needed), self._stream.record_event()
+                except Exception as error:
+                    begun.steps.throw(error)
+                self._begun = begun
             except StopIteration as end:
                 begun.going.event = self._stream.record_event()
                 begun.going.set_result(end.value)
             except BaseException as error:
                 begun.going.set_exception(error)
-        self._begun = None
 
     def _complete(self) -> None:
-        """Enqueue all of the op that has begun."""
-        while self._begun is not None:
-            self._begun.copied.synchronize()
-            self._go_on(self._begun.lengths.tolist())
+        """Enqueue all of the op that has begun, or end it if the lane has failed meanwhile."""
+        while (begun := self._begun) is not None:
+            try:
+                self._raise()
+                begun.copied.synchronize()
+                lengths = begun.lengths.tolist()
+            except BaseException as error:
+                self._begun = None
+                try:
+                    begun.steps.throw(error)
+                except BaseException as told:
+                    begun.going.set_exception(told)
+                return
+            self._go_on(lengths)
 
     def wait(self, op: Future[Any], *others: torch.Tensor) -> Any:
         """The result of an op, which the current stream may use, as well as `others` that it has
         made. Raises CollectiveError."""
         # no deadline of its own: an exchange that waits for other ranks has one, and then fails
-        self._complete()
+        if not op.done():
+            self._complete()
         wait([op])
         self._raise()
         result = op.result()
@@ -251,9 +282,8 @@ class RowLane:
         return result
 
     def wait_all(self) -> None:
-        """Wait until all ops are done; on a GPU, let the current stream wait. Raises
-        CollectiveError."""
-        self._complete()
+        """Wait until all ops are done; on a GPU, let the current stream wait for what is enqueued:
+        an op that needs lengths writes to no table. Raises CollectiveError."""
         wait(self._going)
         self._raise()
         if self._stream is not None:
@@ -299,7 +329,6 @@ class Enqueued(Future[Any]):
 class _Begun:
     """An op on a GPU that has been enqueued in part, and the lengths for which it waits."""
 
-    name: str
     steps: Generator[torch.Tensor, Any, Any]
     going: Enqueued
     lengths: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -311,12 +340,12 @@ def _copied(lengths: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(lengths, device="cpu", pin_memory=True).copy_(lengths, True)
 
 
-def _without_gradients(steps: Lengths) -> Lengths:
-    """A generator that is not in a context of its caller's while it rests."""
+def _within(name: str, steps: Lengths) -> Lengths:
+    """The steps, which make no gradients and are profiled by this name while they do not rest."""
     lengths = None
     while True:
         try:
-            with torch.no_grad():
+            with profiled(name), torch.no_grad():
                 needed = steps.send(lengths)  # type: ignore[arg-type]
         except StopIteration as end:
             return end.value

@@ -135,7 +135,7 @@ class Embeddings:
         mine = float(nn.utils.get_total_norm(rows, norm_type))
         norms = [float(text) for text in self._transport.share(repr(mine).encode())]
         every = torch.tensor([float(first), *norms], dtype=torch.float64)
-        total: torch.Tensor = torch.linalg.vector_norm(every, norm_type).to(first.dtype)
+        total: torch.Tensor = torch.linalg.vector_norm(every, norm_type).to(first)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         _scale(rows, max_norm, total)
         return total
@@ -238,7 +238,10 @@ class RowOptimizer:
         for embedding in self.embeddings:
             assert embedding.schedule is not None
             if embedding.schedule.pending:
-                embedding.schedule.step(self._apply(embedding.weight))
+                apply = self._apply(embedding.weight)
+                state = self._optimizer.state[embedding.weight].values()
+                tables = [x for x in state if _is_like(x, embedding.weight.shape)]
+                embedding.schedule.step(apply, tables)
 
     def _apply(self, weight: Any) -> Apply:
         """The step on some rows of a table, by its options and its count from now on."""

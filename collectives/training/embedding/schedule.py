@@ -174,18 +174,22 @@ class RowSchedule:
         grads = [torch.zeros_like(b.leaf) if b.leaf.grad is None else b.leaf.grad for b in used]
         gradients = self._gradients = Gradients(tuple(self._announced))
         send = partial(self._send, gradients, used, grads)
-        self.lane.submit("prior", send, grads if self._table.is_cuda else ())
+        self.lane.submit("prior", send, grads if self._table.is_cuda else (), follows=False)
 
     def _send(
         self, gradients: Gradients, used: Sequence[Batch], grads: Sequence[torch.Tensor]
     ) -> Lengths:
-        """Divide the gradients of batches, and exchange those of prior rows."""
+        """Divide the gradients of batches, and exchange those of prior rows. Lengths do not depend
+        on gradients, so that they are known while the backward pass runs."""
         mine, num_rows = self._exchange.rank, len(self._table)
-        tokens, own = yield from merged([b.tokens or [] for b in used], grads, mine, num_rows)
-        if self._padding is not None:
-            own = torch.where((tokens[mine] == self._padding)[:, None], 0, own)
+        every = [batch.tokens or [] for batch in used]
+        tokens = yield from merged(every, num_rows)
         prior = prior_rows(tokens, [batch.tokens for batch in gradients.announced])
         counts = yield torch.stack([mask.sum() for mask in prior])
+        self.lane.follow()
+        own = added([rows[mine] for rows in every], grads, len(tokens[mine]), num_rows)
+        if self._padding is not None:
+            own = torch.where((tokens[mine] == self._padding)[:, None], 0, own)
         for part, masks in (("prior", prior), ("delayed", [~mask for mask in prior])):
             at = []
             for row, mask, count in zip(tokens, masks, counts, strict=True):
@@ -205,8 +209,9 @@ class RowSchedule:
         """Whether there are gradients for a step to apply."""
         return self._gradients is not None
 
-    def step(self, apply: Apply) -> None:
-        """Update the rows that have gradients, and fetch those that the next step needs."""
+    def step(self, apply: Apply, states: Sequence[torch.Tensor] = ()) -> None:
+        """Update the rows that have gradients, and the `states` of the optimizer, and fetch those
+        that the next step needs."""
         assert self._gradients is not None
         gradients, self._gradients = self._gradients, None
         self._used = [batch for batch in self._used if not batch.passed]
@@ -217,11 +222,12 @@ class RowSchedule:
             self._add(gradients, part)
             apply(*gradients.parts.pop(part))
 
-        self.lane.submit("update prior", partial(update, "prior"))
+        uses = states if self._table.is_cuda else ()
+        self.lane.submit("update prior", partial(update, "prior"), uses)
         for batch in self._announced:
             if batch in gradients.announced:  # whose rows are prior ones
                 batch.fetched = self._fetch(batch)
-        self.lane.submit("delayed", partial(update, "delayed"))
+        self.lane.submit("delayed", partial(update, "delayed"), uses)
 
     def drop(self) -> None:
         """Drop gradients that no step has applied. A call whose backward pass is to come stays."""
@@ -256,22 +262,26 @@ def version_of(ids: torch.Tensor) -> int:
     return 0 if ids.is_inference() else ids._version
 
 
-def merged(
-    tokens: Sequence[list[torch.Tensor]], grads: Sequence[torch.Tensor], rank: int, num_rows: int
-) -> Lengths:
-    """Returns the distinct rows of each rank in all batches, and the gradients of this rank's,
-    added in the order of the batches."""
+def merged(tokens: Sequence[list[torch.Tensor]], num_rows: int) -> Lengths:
+    """Returns the distinct rows of each rank in all batches."""
     if len(tokens) == 1:
-        return tokens[0], grads[0]
+        return tokens[0]
     found = [embedding.unique(torch.cat(rows), num_rows) for rows in zip(*tokens, strict=True)]
     counts = yield torch.cat([count for _, _, count in found])
-    every = [rows[:count] for (rows, _, _), count in zip(found, counts, strict=True)]
-    lengths = [len(batch[rank]) for batch in tokens]
-    mine = torch.cat([batch[rank] for batch in tokens])
-    if not len(mine):
-        return every, grads[0]
-    _, own = embedding.sum_rows(mine, lengths, torch.cat(list(grads)), num_rows)
-    return every, own[: counts[rank]]
+    return [rows[:count] for (rows, _, _), count in zip(found, counts, strict=True)]
+
+
+def added(
+    rows: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], distinct: int, num_rows: int
+) -> torch.Tensor:
+    """The gradients of this rank's rows in all batches, of which so many are distinct, added in the
+    order of the batches."""
+    if len(rows) == 1 or not distinct:
+        return grads[0]
+    lengths = [len(one) for one in rows]
+    mine, every = torch.cat(list(rows)), torch.cat(list(grads))
+    own: torch.Tensor = embedding.sum_rows(mine, lengths, every, num_rows)[1][:distinct]
+    return own
 
 
 def prior_rows(

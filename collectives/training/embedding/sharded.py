@@ -30,7 +30,7 @@ class ShardedEmbedding(nn.Module):
     num_embeddings, embedding_dim: shape of the whole table. There may be more ranks than columns.
     padding_idx: a row that is zero at first and gets no gradient.
     dtype: float32, or on CPUs float64.
-    device: where the table is; it may also be moved later. No GPU has run this yet.
+    device: where the table is. It may be moved later, unless the group is linkweave's.
     group: as in `DataParallel`. All ranks must construct it.
 
     Train it in `DataParallel`, with SGD without momentum, Adagrad or SparseAdam. A forward pass
@@ -108,8 +108,9 @@ class ShardedEmbedding(nn.Module):
             )
         rows, width = embeddings.shape
         made = cls(
-            rows, width, padding_idx, group=group, dtype=embeddings.dtype, _weight=embeddings
-        )
+            rows, width, padding_idx, group=group, dtype=embeddings.dtype,
+            device=embeddings.device, _weight=embeddings,
+        )  # fmt: skip
         made.weight.requires_grad_(not freeze)
         return made
 
@@ -174,6 +175,11 @@ class ShardedEmbedding(nn.Module):
         if ids.device != self.weight.device:
             raise CollectiveError(
                 f"{name} must be on {self.weight.device} as the weight, not on {ids.device}"
+            )
+        if self._transport and self._transport.device not in ("", ids.device.type):
+            raise CollectiveError(
+                f"{name} are on {ids.device}, and the embedding was made for "
+                f"{self._transport.device}: over a group of linkweave, say device= to it"
             )
         if self.weight.is_cuda and self.weight.dtype != torch.float32:
             raise CollectiveError(
