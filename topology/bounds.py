@@ -95,10 +95,12 @@ def reducing_bound(topology: Topology) -> Bound | None:
     All N bytes of the result depend on every rank, so that N bytes must leave each proper subset of
     the ranks, and N enter it, whoever adds them: algbw <= kappa(S). Where every GPU has one port
     into such a switch, and sends and receives each byte once, this is reached. Multicast does not
-    change the bounds of the other collectives. None if no switch reduces; raises as `bound`.
+    change the bounds of the other collectives. None if no switch of the fabric reduces; raises as
+    `bound`.
     """
     plain = bound(topology)
-    if not topology.reducing or not plain.seconds_per_byte:
+    ends = {end for link in topology.fabric for end in (link.src, link.dst)}
+    if not ends.intersection(topology.reducing) or not plain.seconds_per_byte:
         return None
     ranks, first = topology.gpus, topology.gpus[0]
     found = [_rooted(ranks, _capacities(topology), first)]

@@ -112,12 +112,7 @@ def with_nics(topology: Topology, more: int) -> Topology:
 
 def _named(topology: Topology, links: Iterable[Link], words: str) -> Topology:
     """Measured times of all-reduces hold for the machine as it was, so they are left out."""
-    kept = ordered(links)
-    left = {end for link in kept for end in (link.src, link.dst)}
-    reducing = tuple(switch for switch in topology.reducing if switch in left)
-    return replace(
-        topology, name=f"{topology.name} {words}", links=kept, timings=(), reducing=reducing
-    )
+    return replace(topology, name=f"{topology.name} {words}", links=ordered(links), timings=())
 
 
 def _text(ends: Ends) -> str:

@@ -58,8 +58,6 @@ class Graph:
                     "merge them into one with a count"
                 )
             seen.add((link.src, link.dst))
-        if strange := [switch for switch in self.reducing if switch not in self.switches]:
-            raise TopologyError(f"{self.name} has no link of {strange[0]}, which is said to reduce")
 
     @cached_property
     def _hash(self) -> int:

@@ -34,9 +34,14 @@ def _machine(name: str, n: int, pairs: Iterable[tuple[Link, Link]], *assumptions
 
 
 def switches_of_nvls(links: Sequence[Link], devices: Iterable[GpuId]) -> tuple[str, ...]:
-    """The NVSwitch of a machine, if it reduces: all GPUs must be known to be of Hopper or later."""
-    switched = any("nvswitch" in (k.src, k.dst) for k in links)
-    return ("nvswitch",) if switched and all(d.sm >= speeds.NVLS for d in devices) else ()
+    """The NVSwitch of a machine, if it reduces: all GPUs must be of Hopper or later, or where their
+    models are not told, have as many NVLinks as no GPU had before."""
+    ports = {k.src: k.count for k in links if k.dst == "nvswitch"}
+    fine = (
+        d.sm >= speeds.NVLS or (not d.sm and ports.get(d.gpu, 0) >= speeds.NVLS_PORTS)
+        for d in devices
+    )
+    return ("nvswitch",) if ports and all(fine) else ()
 
 
 def ordered(links: Iterable[Link]) -> tuple[Link, ...]:

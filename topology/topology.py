@@ -43,9 +43,7 @@ class Topology(Graph):
         if helpers:
             name += f" over {','.join(map(str, helpers))}"
         devices = tuple(device for device in self.devices if device.gpu in keep)
-        left = {end for link in links for end in (link.src, link.dst)}
-        reducing = tuple(switch for switch in self.reducing if switch in left)
-        return Topology(name, chosen, links, self.assumptions, devices, helpers, (), reducing)
+        return Topology(name, chosen, links, self.assumptions, devices, helpers, (), self.reducing)
 
     def isomorphic_to(self, other: Topology) -> dict[int, int] | None:
         """Return a renumbering of this machine's GPUs that turns it into `other`, or None.
@@ -91,8 +89,12 @@ class Topology(Graph):
         for key in ("assumptions", "forwarders", "reducing"):
             if not isinstance(data.setdefault(key, []), list):
                 raise TopologyError(f'{where}: "{key}" must be a list')
+        links = records(Link, data.get("links"), f"{where}: links")
+        ends = {end for link in links for end in (link.src, link.dst)}
+        if strange := [switch for switch in data["reducing"] if switch not in ends]:
+            raise TopologyError(f"{where}: no link of {strange[0]!r}, which is said to reduce")
         return Topology(
-            data["name"], tuple(data["gpus"]), records(Link, data.get("links"), f"{where}: links"),
+            data["name"], tuple(data["gpus"]), links,
             tuple(map(str, data["assumptions"])),
             records(GpuId, data.get("devices", []), f"{where}: devices"),
             tuple(data["forwarders"]),

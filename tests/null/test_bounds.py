@@ -32,6 +32,7 @@ from linkweave.topology import (
     to_nccl_xml,
 )
 from linkweave.topology.bounds import BOUNDED
+from linkweave.topology.parse_smi import parse_smi
 from tests.null.helpers import renumbered
 
 GB = 10**9
@@ -592,7 +593,7 @@ def test_switches_that_reduce_are_kept_and_told(tmp_path: Path) -> None:
     reduced, plain = reducing_bound(two), bound(two)
     assert reduced is not None and reduced.seconds_per_byte <= plain.seconds_per_byte
     wrong = json.loads(machine.to_json()) | {"reducing": ["spine"]}
-    with pytest.raises(TopologyError, match="no link of spine, which is said to reduce"):
+    with pytest.raises(TopologyError, match="no link of 'spine', which is said to reduce"):
         Topology.from_json(json.dumps(wrong))
     for name in ("dgx-h100", "dgx-b200", "dgx-a100"):
         path = tmp_path / f"{name}.xml"
@@ -618,3 +619,11 @@ def test_the_bound_of_reducing_switches_is_the_least_cut(n: int, chance: random.
     )
     found = reducing_bound(machine)
     assert found is not None and 1 / found.seconds_per_byte == least
+
+
+@pytest.mark.parametrize(("links", "reduces"), [(18, True), (12, False), (6, False)])
+def test_gpus_without_a_model_are_known_by_their_links(links: int, reduces: bool) -> None:
+    rows = [[f"NV{links}" if a != b else "X" for b in range(4)] for a in range(4)]
+    head = "".join(f"\tGPU{g}" for g in range(4))
+    table = "\n".join([head, *(f"GPU{g}\t" + "\t".join(row) for g, row in enumerate(rows))])
+    assert parse_smi(table + "\n").reducing == (("nvswitch",) if reduces else ())
