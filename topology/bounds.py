@@ -36,6 +36,7 @@ from linkweave.topology.routes import Vertex
 from linkweave.topology.text import gpu_list, number, vertex
 from linkweave.topology.topology import Topology
 
+_UNLIMITED = 1 << 60
 _FEW = 64  # ranks whose ports are compared one by one
 BOUNDED = ("allreduce", "allgather", "reduce_scatter", "broadcast")
 
@@ -94,17 +95,27 @@ def reducing_bound(topology: Topology) -> Bound | None:
 
     All N bytes of the result depend on every rank, so that N bytes must leave each proper subset of
     the ranks, and N enter it, whoever adds them: algbw <= kappa(S). Where every GPU has one port
-    into such a switch, and sends and receives each byte once, this is reached. Multicast does not
-    change the bounds of the other collectives. None if no switch of the fabric reduces; raises as
-    `bound`.
+    into such a switch, and sends and receives each byte once, this is reached. Between nodes of a
+    cluster, whose switches do not reduce, the bound of an all-reduce of nodes holds as well.
+    Multicast does not change the bounds of the other collectives. None if no switch of the fabric
+    reduces; raises as `bound`.
     """
     plain = bound(topology)
+    reducing = {*topology.reducing}
     ends = {end for link in topology.fabric for end in (link.src, link.dst)}
-    if not ends.intersection(topology.reducing) or not plain.seconds_per_byte:
+    if not ends & reducing or not plain.seconds_per_byte:
         return None
     ranks, first = topology.gpus, topology.gpus[0]
     found = [_rooted(ranks, _capacities(topology), first)]
     found.append(_inward(_rooted(ranks, _capacities(topology, reverse=True), first)))
+    # ranks at one such switch are like one rank to those that do not reduce
+    glued = [
+        {ends: _UNLIMITED if reducing.intersection(ends) else n for ends, n in each.items()}
+        for each in (_capacities(topology), _capacities(topology, reverse=True))
+    ]
+    found.append(narrowest_partition(FlowNetwork(ranks, glued[0])))
+    if glued[0] != glued[1]:
+        found.append(_inward(narrowest_partition(FlowNetwork(ranks, glued[1]))))
     algbw, cuts = min(found, key=lambda pair: pair[0])
     return replace(
         plain, seconds_per_byte=1 / algbw, parts=tuple(_ranks_of(cut, ranks) for cut in cuts),

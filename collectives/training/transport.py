@@ -210,8 +210,9 @@ class OverCommunicator:
         self._own.allreduce(x)
 
     def share(self, payload: bytes) -> list[bytes]:
-        counts = self._own.allgather(torch.tensor([len(payload)])).flatten().tolist()
-        mine = torch.tensor(list(payload), dtype=torch.uint8)
+        size = torch.tensor([len(payload)], device="cpu")
+        counts = self._own.allgather(size).flatten().tolist()
+        mine = torch.tensor(list(payload), dtype=torch.uint8, device="cpu")
         found = self._own.allgather(mine, counts=counts)
         return [bytes(row.tolist()) for row in found.split(counts)]
 

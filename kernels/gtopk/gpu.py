@@ -115,6 +115,8 @@ def _add(x: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, which: to
     """x[indices] += values for those entries, which have different indices."""
     # not index_add_, whose atomic additions flush subnormals: the other entries write what one of
     # those does, or if there is none, the first element as it is
+    if not len(indices):
+        return
     one = which.to(torch.uint8).argmax(keepdim=True)
     at = torch.where(which, indices, 0)
     sums = torch.where(which, x[at] + values, x[at])

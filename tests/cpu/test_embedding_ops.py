@@ -30,7 +30,9 @@ from torch import nn
 from linkweave import DataParallel, ShardedEmbedding, collectives, prefetch
 from linkweave.collectives.overlap import Network, embedding_ways
 from linkweave.collectives.training.embedding.exchange import columns_of
+from linkweave.collectives.training.embedding.optimizer import RowOptimizer
 from linkweave.collectives.training.embedding.schedule import prior_rows
+from linkweave.collectives.training.stepping import stepper_of
 
 pytestmark = pytest.mark.usefixtures("imported")
 STEPS = 3
@@ -202,3 +204,24 @@ def test_as_many_bytes_as_predicted(size: int) -> None:
     ways = embedding_ways(Network(0.0, 1.0, workers=size), 100, 8, 10)
     (predicted,) = (way.nbytes for way in ways if way.name == "alltoall")
     assert collectives.spawn(sent_in_a_step, size) == [predicted] * size
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_a_step_of_rows_completes_no_step_of_layers(kind: Any) -> None:
+    """Layers of a chained schedule are updated before their next use, by the same optimizer too."""
+
+    def body(transport: ThreadTransport) -> list[str]:
+        table = ShardedEmbedding(9, 4, group=transport)
+        optimizer = kind([table.weight], lr=0.1)
+        rows, completed = RowOptimizer(optimizer, [table]), []
+        stepper = stepper_of(optimizer)
+        stepper.complete = lambda: completed.append("completed")
+        schedule: Any = table.schedule
+        schedule.look_up(torch.tensor([1, 2]), True).sum().backward()
+        schedule.end_backward()
+        rows.step()
+        schedule.finish()
+        table.close()
+        return completed
+
+    assert on_threads(2, body)[0] == [[], []]

@@ -627,3 +627,12 @@ def test_gpus_without_a_model_are_known_by_their_links(links: int, reduces: bool
     head = "".join(f"\tGPU{g}" for g in range(4))
     table = "\n".join([head, *(f"GPU{g}\t" + "\t".join(row) for g, row in enumerate(rows))])
     assert parse_smi(table + "\n").reducing == (("nvswitch",) if reduces else ())
+
+
+@pytest.mark.parametrize("name", ["2 x dgx-h100", "4 x dgx-h100", "16 x dgx-h100"])
+def test_switches_between_nodes_do_not_reduce(name: str) -> None:
+    """There the rails, on which nodes are like ranks, hold the all-reduce up as before."""
+    machine = load(name)
+    reduced = reducing_bound(machine)
+    assert reduced is not None and reduced.seconds_per_byte == bound(machine).seconds_per_byte
+    assert reducing_bound(machine.subset([0, 8])) is None  # NVSwitches do not join these

@@ -239,14 +239,14 @@ class RowLane:
                 needed = begun.steps.send(lengths)
                 try:
                     begun.lengths, begun.copied = _copied(needed), self._stream.record_event()
-                except Exception as error:
+                except BaseException as error:
                     begun.steps.throw(error)
                 self._begun = begun
             except StopIteration as end:
                 begun.going.event = self._stream.record_event()
                 begun.going.set_result(end.value)
             except BaseException as error:
-                begun.going.set_exception(error)
+                _end(begun.going, error)
 
     def _complete(self) -> None:
         """Enqueue all of the op that has begun, or end it if the lane has failed meanwhile."""
@@ -260,7 +260,7 @@ class RowLane:
                 try:
                     begun.steps.throw(error)
                 except BaseException as told:
-                    begun.going.set_exception(told)
+                    _end(begun.going, told)
                 return
             self._go_on(lengths)
 
@@ -333,6 +333,13 @@ class _Begun:
     going: Enqueued
     lengths: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     copied: Any = None
+
+
+def _end(going: Enqueued, error: BaseException) -> None:
+    """With an error. An interrupt is also raised here."""
+    going.set_exception(error)
+    if not isinstance(error, Exception):
+        raise error
 
 
 def _copied(lengths: torch.Tensor) -> torch.Tensor:

@@ -239,15 +239,21 @@ class RowOptimizer:
             assert embedding.schedule is not None
             if embedding.schedule.pending:
                 apply = self._apply(embedding.weight)
-                state = self._optimizer.state[embedding.weight].values()
-                tables = [x for x in state if _is_like(x, embedding.weight.shape)]
-                embedding.schedule.step(apply, tables)
+                state = self._states[embedding.weight].values()
+                shape = embedding.weight.shape
+                on_gpu = [x for x in state if _is_like(x, shape) and x.is_cuda]
+                embedding.schedule.step(apply, on_gpu)
+
+    @property
+    def _states(self) -> Any:
+        """The optimizer's states. Nobody's update need be complete to read those of a table."""
+        return self._optimizer.__dict__["state"]
 
     def _apply(self, weight: Any) -> Apply:
         """The step on some rows of a table, by its options and its count from now on."""
         options = _group_of(self._optimizer, weight)
         assert options is not None
-        lr, state = float(options["lr"]), self._optimizer.state[weight]
+        lr, state = float(options["lr"]), self._states[weight]
         table = weight.detach()
         if self._kind is torch.optim.SGD:
             return partial(_on_rows, partial(rows.sgd_rows, lr=lr), [table])
@@ -314,6 +320,6 @@ def _is_like(x: Any, shape: Sequence[int]) -> bool:
 def _group_of(optimizer: torch.optim.Optimizer, parameter: Any) -> dict[str, Any] | None:
     """The group that has the parameter."""
     for group in groups_of(optimizer):
-        if any(p is parameter for p in group["params"]):
+        if any(p is parameter for p in list.__iter__(group["params"])):
             return group
     return None

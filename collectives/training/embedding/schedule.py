@@ -210,8 +210,8 @@ class RowSchedule:
         return self._gradients is not None
 
     def step(self, apply: Apply, states: Sequence[torch.Tensor] = ()) -> None:
-        """Update the rows that have gradients, and the `states` of the optimizer, and fetch those
-        that the next step needs."""
+        """Update the rows that have gradients, and fetch those that the next step needs; `states`
+        are those of the optimizer that are on a GPU."""
         assert self._gradients is not None
         gradients, self._gradients = self._gradients, None
         self._used = [batch for batch in self._used if not batch.passed]
@@ -222,12 +222,11 @@ class RowSchedule:
             self._add(gradients, part)
             apply(*gradients.parts.pop(part))
 
-        uses = states if self._table.is_cuda else ()
-        self.lane.submit("update prior", partial(update, "prior"), uses)
+        self.lane.submit("update prior", partial(update, "prior"), states)
         for batch in self._announced:
             if batch in gradients.announced:  # whose rows are prior ones
                 batch.fetched = self._fetch(batch)
-        self.lane.submit("delayed", partial(update, "delayed"), uses)
+        self.lane.submit("delayed", partial(update, "delayed"), states)
 
     def drop(self) -> None:
         """Drop gradients that no step has applied. A call whose backward pass is to come stays."""
