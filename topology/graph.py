@@ -58,6 +58,9 @@ class Graph:
                     "merge them into one with a count"
                 )
             seen.add((link.src, link.dst))
+        # links may have been taken away since
+        left = tuple(switch for switch in self.reducing if switch in self.switches)
+        object.__setattr__(self, "reducing", left)
 
     @cached_property
     def _hash(self) -> int:

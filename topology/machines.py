@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -33,15 +33,15 @@ def _machine(name: str, n: int, pairs: Iterable[tuple[Link, Link]], *assumptions
     return Topology(name, tuple(range(n)), links, assumptions)
 
 
-def switches_of_nvls(links: Sequence[Link], devices: Iterable[GpuId]) -> tuple[str, ...]:
+def switches_of_nvls(links: Iterable[Link], devices: Iterable[GpuId] = ()) -> tuple[str, ...]:
     """The NVSwitch of a machine, if it reduces: all GPUs must be of Hopper or later, or where their
-    models are not told, have as many NVLinks as no GPU had before."""
+    models are not told, have as many NVLinks into it as no GPU had before."""
     ports = {k.src: k.count for k in links if k.dst == "nvswitch"}
-    fine = (
-        d.sm >= speeds.NVLS or (not d.sm and ports.get(d.gpu, 0) >= speeds.NVLS_PORTS)
-        for d in devices
+    sm = {d.gpu: d.sm for d in devices if d.sm}
+    fine = all(
+        sm[gpu] >= speeds.NVLS if gpu in sm else n >= speeds.NVLS_PORTS for gpu, n in ports.items()
     )
-    return ("nvswitch",) if ports and all(fine) else ()
+    return ("nvswitch",) if ports and fine else ()
 
 
 def ordered(links: Iterable[Link]) -> tuple[Link, ...]:
@@ -102,15 +102,11 @@ _SWITCHED = {
 """GPUs; NVLinks of each GPU into NVSwitch; bytes/s of a link."""
 
 
-_REDUCING = ("dgx-h100", "dgx-h200", "dgx-b200")
-"""Machines whose NVSwitches have NVLS."""
-
-
 def _switched(name: str) -> Topology:
     n, ports, bandwidth = _SWITCHED[name]
     pairs = (both(g, "nvswitch", bandwidth, ports) for g in range(n))
-    reducing = ("nvswitch",) if name in _REDUCING else ()
-    return replace(_machine(name, n, pairs, SWITCH_PLANES), reducing=reducing)
+    made = _machine(name, n, pairs, SWITCH_PLANES)
+    return replace(made, reducing=switches_of_nvls(made.links))
 
 
 def mesh(n: int) -> Topology:

@@ -636,3 +636,11 @@ def test_switches_between_nodes_do_not_reduce(name: str) -> None:
     reduced = reducing_bound(machine)
     assert reduced is not None and reduced.seconds_per_byte == bound(machine).seconds_per_byte
     assert reducing_bound(machine.subset([0, 8])) is None  # NVSwitches do not join these
+
+
+def test_a_switch_without_links_reduces_nothing() -> None:
+    """As of a machine whose NVLinks are taken away; what is written is read back."""
+    machine = load("dgx-h100")
+    bare = replace(machine, links=load("pcie-8").links)
+    assert bare.reducing == () and reducing_bound(bare) is None
+    assert Topology.from_json(bare.to_json()) == bare
