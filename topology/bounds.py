@@ -36,6 +36,9 @@ from linkweave.topology.routes import Vertex
 from linkweave.topology.text import gpu_list, number, vertex
 from linkweave.topology.topology import Topology
 
+Found = tuple[Fraction, list[Cut]]
+"""An algbw, and the cuts that hold it up."""
+
 _UNLIMITED = 1 << 60
 _FEW = 64  # ranks whose ports are compared one by one
 BOUNDED = ("allreduce", "allgather", "reduce_scatter", "broadcast")
@@ -81,6 +84,7 @@ class Bound:
         return (
             f"{self.collective}{how}: at most {self.algbw / 1e9:.4g} GB/s{units} over {self.over}"
             f"{' (speed assumed)' * self.assumed}; bottleneck: {self.bottleneck}"
+            f"{'; no algorithm here uses them' * self.reduced}"
         )
 
 
@@ -105,23 +109,19 @@ def reducing_bound(topology: Topology) -> Bound | None:
     ends = {end for link in topology.fabric for end in (link.src, link.dst)}
     if not ends & reducing or not plain.seconds_per_byte:
         return None
-    ranks, first = topology.gpus, topology.gpus[0]
-    found = [_rooted(ranks, _capacities(topology), first)]
-    found.append(_inward(_rooted(ranks, _capacities(topology, reverse=True), first)))
-    # ranks at one such switch are like one rank to those that do not reduce
-    glued = [
-        {ends: _UNLIMITED if reducing.intersection(ends) else n for ends, n in each.items()}
-        for each in (_capacities(topology), _capacities(topology, reverse=True))
-    ]
-    found.append(narrowest_partition(FlowNetwork(ranks, glued[0])))
-    if glued[0] != glued[1]:
-        found.append(_inward(narrowest_partition(FlowNetwork(ranks, glued[1]))))
-    algbw, cuts = min(found, key=lambda pair: pair[0])
-    return replace(
-        plain, seconds_per_byte=1 / algbw, parts=tuple(_ranks_of(cut, ranks) for cut in cuts),
-        bottleneck=_words(topology, cuts), reduced=True,
-        links=plain.links and plain.links * plain.seconds_per_byte * algbw,
-    )  # fmt: skip
+    ranks = topology.gpus
+    there, back = _capacities(topology), _capacities(topology, reverse=True)
+
+    def between(capacities: Mapping[tuple[Vertex, Vertex], int]) -> Found:
+        """Ranks at one such switch are like one rank to those that do not reduce."""
+        glued = {k: _UNLIMITED if reducing.intersection(k) else n for k, n in capacities.items()}
+        return narrowest_partition(FlowNetwork(ranks, glued))
+
+    found = [_rooted(ranks, there, ranks[0]), _inward(_rooted(ranks, back, ranks[0]))]
+    found.append(between(there))
+    if there != back:
+        found.append(_inward(between(back)))
+    return _least(topology, "allreduce", found, reduced=True)
 
 
 @lru_cache(maxsize=1024)
@@ -161,6 +161,14 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
         found = [_gathered(_network(topology))]
     else:
         found = [_inward(_gathered(_network(topology, reverse=True)))]
+    return _least(topology, collective, found)
+
+
+def _least(
+    topology: Topology, collective: str, found: Sequence[Found], reduced: bool = False
+) -> Bound:
+    """The bound by the narrowest of what was found."""
+    ranks = topology.gpus
     algbw, cuts = min(found, key=lambda pair: pair[0])
     if not algbw:
         lost, inward = _ranks_of(cuts[0], ranks), cuts[0].inward
@@ -173,8 +181,9 @@ def bound(topology: Topology, collective: str = "allreduce", root: int | None = 
     widths = {({"host": "pcie"}.get(k.kind, k.kind), k.bandwidth) for k in topology.fabric}
     return Bound(
         collective, 1 / algbw, tuple(_ranks_of(cut, ranks) for cut in cuts),
-        _words(topology, cuts), over, algbw / widths.pop()[1] if len(widths) == 1 else None,
-        any(k.assumed for k in topology.fabric),
+        _words(topology, cuts), _kinds(topology.fabric),
+        algbw / widths.pop()[1] if len(widths) == 1 else None,
+        any(k.assumed for k in topology.fabric), reduced,
     )  # fmt: skip
 
 
@@ -192,9 +201,6 @@ def _network(topology: Topology, reverse: bool = False) -> FlowNetwork:
     if reverse and capacities == _capacities(topology):
         return _network(topology)
     return FlowNetwork(topology.gpus, capacities)
-
-
-Found = tuple[Fraction, list[Cut]]
 
 
 def _inward(found: Found) -> Found:

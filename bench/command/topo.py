@@ -102,8 +102,7 @@ def bounds(machine: Topology) -> list[str]:
     """The bound of each collective, or why there is none."""
     try:
         every = [bound(machine, collective) for collective in BOUNDED]
-        reduced = reducing_bound(machine)
-        return [*map(str, every), *([f"{reduced}; no algorithm here uses them"] if reduced else ())]
+        return [str(each) for each in (*every, reducing_bound(machine)) if each]
     except TopologyError as error:
         return [f"no bound: {error}"]
 

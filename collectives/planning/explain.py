@@ -80,7 +80,7 @@ class Explanation:
             f"all-reduce of {size_text(self.nbytes)} on {self.topology}: {self.choice}",
             *wrap(self.reason, 100),
             *wrap(str(self.bound), 100),
-            *(wrap(f"{self.reduced}; no algorithm here uses them", 100) if self.reduced else ()),
+            *(wrap(str(self.reduced), 100) if self.reduced else ()),
             "",
             f"{'algorithm':23}{'chunks':>7}{'us':>10}{'first chunk us':>16}{'of bound':>10}"
             f"{'detours':>9}{'sharing':>9}  busiest link",
