@@ -58,12 +58,12 @@ class SparseCluster(HostBackend):
     def send(self, context: Any, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
         to = dict(pairs).get(self._comm.rank)
         source = targets(pairs).get(self._comm.rank)
-        message = np.zeros(self.wire.message(k), np.uint8)
         try:
             if to is not None:
                 self._comm.send(self.wire.message_of(vector, k), to)
             if source is None:
                 return None
+            message = np.zeros(self.wire.message(k), np.uint8)
             self._comm.recv(message, source)
         except CollectiveError as error:  # of which this machine's other ranks do not know
             raise RuntimeError(str(error)) from error

@@ -45,19 +45,15 @@ class RowExchange:
 
     def __init__(self, transport: Transport, table: torch.Tensor, widths: Sequence[int]) -> None:
         self._transport = transport
-        self._table, self._widths = table, list(widths)
+        self.table, self._widths = table, list(widths)
         self.rank, self._size = transport.rank, transport.size
         self._index = torch.int32 if len(table) <= 1 << 31 else torch.int64
         self.nbytes = 0
         """Bytes that this rank has sent to other ranks."""
 
     @property
-    def table(self) -> torch.Tensor:
-        return self._table
-
-    @property
     def device(self) -> torch.device:
-        return self._table.device
+        return self.table.device
 
     def tokens(self, own: torch.Tensor | None, count: torch.Tensor) -> Lengths:
         """Returns the tokens of all ranks, by rank; None if a rank does not know its own.
@@ -68,7 +64,7 @@ class RowExchange:
         counts = yield self._to_all(count, [1] * self._size)
         if OUTSIDE in counts:
             raise CollectiveError(
-                f"ids of rank {counts.index(OUTSIDE)} must be from 0 to {len(self._table) - 1}"
+                f"ids of rank {counts.index(OUTSIDE)} must be from 0 to {len(self.table) - 1}"
             )
         if own is None or NONE in counts:
             return None
@@ -79,9 +75,9 @@ class RowExchange:
         """The whole rows of this rank's tokens, [own tokens, width]; `tokens` are all ranks'."""
         mine, own = self._widths[self.rank], len(tokens[self.rank])
         wanted = torch.cat(list(tokens))
-        sent = self._table.detach().new_empty(len(wanted), mine)
+        sent = self.table.detach().new_empty(len(wanted), mine)
         if sent.numel():
-            embedding.lookup(self._table.detach(), wanted, sent, check=False)
+            embedding.lookup(self.table.detach(), wanted, sent, check=False)
         counts = [[len(part) * width for part in tokens] for width in self._widths]
         parts = self._alltoall(sent.flatten(), counts)
         rows = parts.new_empty(own, sum(self._widths))
@@ -110,7 +106,7 @@ class RowExchange:
         got = self._alltoall(parts, [[n * w for w in self._widths] for n in lengths])
         wanted = torch.cat(list(tokens))
         got = got.view(len(wanted), mine)
-        rows, sums = embedding.sum_rows(wanted, lengths, got, len(self._table))
+        rows, sums = embedding.sum_rows(wanted, lengths, got, len(self.table))
         # by a tensor: on GPUs torch multiplies by the inverse of a number, which rounds otherwise
         return rows, sums.div_(sums.new_full((1,), self._size))
 
@@ -264,22 +260,23 @@ class RowLane:
                 return
             self._go_on(lengths)
 
-    def wait(self, op: Future[Any], *others: torch.Tensor) -> Any:
-        """The result of an op, which the current stream may use, as well as `others` that it has
-        made. Raises CollectiveError."""
+    def wait(self, op: Future[Any]) -> Any:
+        """The result of an op; on a GPU the current stream waits for it. Raises CollectiveError."""
         # no deadline of its own: an exchange that waits for other ranks has one, and then fails
         if not op.done():
             self._complete()
         wait([op])
         self._raise()
-        result = op.result()
         if isinstance(op, Enqueued):
+            torch.cuda.current_stream(self._exchange.device).wait_event(op.event)
+        return op.result()
+
+    def lend(self, *made: torch.Tensor) -> None:
+        """Let the current stream use tensors that ops have made, which are freed on the lane's."""
+        if self._stream is not None:
             current = torch.cuda.current_stream(self._exchange.device)
-            current.wait_event(op.event)
-            for x in (result, *others):
-                if isinstance(x, torch.Tensor):  # which is freed on the lane's stream
-                    x.record_stream(current)
-        return result
+            for x in made:
+                x.record_stream(current)
 
     def wait_all(self) -> None:
         """Wait until all ops are done; on a GPU, let the current stream wait for what is enqueued:

@@ -78,9 +78,22 @@ class Gradients:
 
     def __init__(self, announced: Sequence[Batch]) -> None:
         self.announced = announced
-        self.chosen: dict[str, tuple[list[torch.Tensor], torch.Tensor]] = {}
-        """Of each part: the rows of each rank, and the gradients of this rank's."""
+        self.tokens: list[torch.Tensor] = []
+        self.prior: list[torch.Tensor] = []  # for each rank, whether each of its rows is one
+        self.counts: list[int] = []  # of these
+        self.own = torch.empty(0)
         self.parts: dict[str, Rows] = {}
+
+    def part(self, name: str, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The rows of each rank that are prior ones, or are not, and the gradients of this rank's,
+        without asking a GPU for their number."""
+        masks, counts = self.prior, self.counts
+        if name != "prior":
+            masks = [~mask for mask in masks]
+            counts = [len(mask) - n for mask, n in zip(masks, counts, strict=True)]
+        every = zip(masks, counts, strict=True)
+        at = [torch.nonzero_static(mask, size=n).flatten() for mask, n in every]
+        return [x[where] for x, where in zip(self.tokens, at, strict=True)], self.own[at[rank]]
 
 
 class RowSchedule:
@@ -113,7 +126,8 @@ class RowSchedule:
         current = batch.table_version == self._table._version
         if batch.fetched is None or not current:
             batch.fetched = self._fetch(batch)
-        rows: torch.Tensor = self.lane.wait(batch.fetched, batch.positions)
+        rows: torch.Tensor = self.lane.wait(batch.fetched)
+        self.lane.lend(rows, batch.positions)
         if trained:
             leaf: Any = rows.requires_grad_()
             batch.leaf = leaf
@@ -143,7 +157,7 @@ class RowSchedule:
 
     def _tell(self, batch: Batch, name: str, known: bool = True) -> None:
         told = partial(batch.tell, self._exchange, known)
-        batch.known = self.lane.submit(name, told, [batch.ids] if batch.ids.is_cuda else ())
+        batch.known = self.lane.submit(name, told, [batch.ids])
 
     def _fetch(self, batch: Batch) -> Future[Any]:
         batch.table_version = self._table._version
@@ -174,7 +188,7 @@ class RowSchedule:
         grads = [torch.zeros_like(b.leaf) if b.leaf.grad is None else b.leaf.grad for b in used]
         gradients = self._gradients = Gradients(tuple(self._announced))
         send = partial(self._send, gradients, used, grads)
-        self.lane.submit("prior", send, grads if self._table.is_cuda else (), follows=False)
+        self.lane.submit("prior", send, grads, follows=False)
 
     def _send(
         self, gradients: Gradients, used: Sequence[Batch], grads: Sequence[torch.Tensor]
@@ -190,18 +204,15 @@ class RowSchedule:
         own = added([rows[mine] for rows in every], grads, len(tokens[mine]), num_rows)
         if self._padding is not None:
             own = torch.where((tokens[mine] == self._padding)[:, None], 0, own)
-        for part, masks in (("prior", prior), ("delayed", [~mask for mask in prior])):
-            at = []
-            for row, mask, count in zip(tokens, masks, counts, strict=True):
-                at.append(chosen(mask, count if part == "prior" else len(row) - count))
-            rows = [row[where] for row, where in zip(tokens, at, strict=True)]
-            gradients.chosen[part] = rows, own[at[mine]]
+        gradients.tokens, gradients.prior = tokens, prior
+        gradients.counts, gradients.own = counts, own
         self._add(gradients, "prior")
 
     def _add(self, gradients: Gradients, part: str) -> None:
         """Exchange a part of the gradients, unless that is done."""
         if part not in gradients.parts:
-            gradients.parts[part] = self._exchange.add(*gradients.chosen[part])
+            mine = gradients.part(part, self._exchange.rank)
+            gradients.parts[part] = self._exchange.add(*mine)
 
     # ---- step --------------------------------------------------------------------------------
     @property
@@ -240,10 +251,9 @@ class RowSchedule:
         gradients = self._gradients
         if gradients is None:
             return []
-        done = self.lane.submit("delayed", partial(self._add, gradients, "delayed"))
-        self.lane.wait(done)
+        self.lane.wait(self.lane.submit("delayed", partial(self._add, gradients, "delayed")))
         found = [part for _, part in gradients.parts.values()]
-        self.lane.wait(done, *found)
+        self.lane.lend(*found)
         return found
 
     def finish(self) -> None:
@@ -300,8 +310,3 @@ def prior_rows(
     return [
         every[torch.searchsorted(every, rows).clamp(max=len(every) - 1)] == rows for rows in tokens
     ]
-
-
-def chosen(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """The positions, so many, at which a mask holds, without asking a GPU for their number."""
-    return torch.nonzero_static(mask, size=count).flatten()

@@ -141,6 +141,7 @@ class ShardedEmbedding(nn.Module):
         found: torch.Tensor = lane.wait(
             lane.submit("all columns", lambda: self._exchange.whole(columns))
         )
+        lane.lend(found)
         return found
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
