@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -26,3 +27,21 @@ def check_overlaps(named: dict[str, torch.Tensor]) -> None:
     for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
         if start < end:
             raise ValueError(f"{one} and {other} overlap in memory")
+
+
+def check_tensor(
+    x: Any, name: str, dtypes: Sequence[torch.dtype], device: torch.device,
+    shape: tuple[int | None, ...],
+) -> None:  # fmt: skip
+    """`x` must be a contiguous tensor of one of the dtypes and of this shape on the device; None
+    stands for any number."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
+        found = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"{name} must be a tensor of {' or '.join(map(str, dtypes))}, not {found}")
+    if x.device != device:
+        raise TypeError(f"{name} must be on {device} as the others, not on {x.device}")
+    if x.ndim != len(shape) or not x.is_contiguous() or any(
+        want not in (None, size) for want, size in zip(shape, x.shape, strict=True)
+    ):  # fmt: skip
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name} must be contiguous of shape ({wanted}), not {tuple(x.shape)}")

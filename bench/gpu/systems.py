@@ -20,6 +20,18 @@ BELOW = 0.5
 """Of its first loss, what training by gTop-k must reach."""
 
 
+def _compared(
+    words: str, fn: Any, ranks: int, arrays: Arrays, *args: Any, device: str
+) -> float:  # fmt: skip
+    """Run `fn(rank, arrays, *args, device)`, which returns (bytes, seconds), on the device and on
+    the CPU; the seconds of the slowest rank."""
+    found, want = (on_ranks(fn, ranks, arrays, *args, on, timeout=60) for on in (device, "cpu"))
+    for rank, (mine, its) in enumerate(zip(found, want, strict=True)):
+        if mine[0] != its[0]:
+            raise Failed(f"{words.format(rank)} has other bits than on the CPU")
+    return max(seconds for _, seconds in found)
+
+
 # ---- gTop-k -------------------------------------------------------------------------------------
 def averaged(rank: int, arrays: Arrays, mode: str, n: int, device: str) -> tuple[bytes, float]:
     """(averages and residuals of some steps, the median seconds of an exchange) of n gradients."""
@@ -55,13 +67,8 @@ def averaged(rank: int, arrays: Arrays, mode: str, n: int, device: str) -> tuple
 
 def gtopk(arrays: Arrays, ranks: int, mode: str, n: int, device: str = "cuda") -> Result:
     """Exchange n gradients of each rank on both devices."""
-    found, want = (
-        on_ranks(averaged, ranks, arrays, mode, n, on, timeout=60) for on in (device, "cpu")
-    )
-    for rank, (mine, its) in enumerate(zip(found, want, strict=True)):
-        if mine[0] != its[0]:
-            raise Failed(f"{mode} on rank {rank} has other bits than on the CPU")
-    return {"ranks": ranks, "mode": mode, "elements": n, "exchange_s": max(t for _, t in found)}
+    seconds = _compared(f"{mode} on rank {{}}", averaged, ranks, arrays, mode, n, device=device)
+    return {"ranks": ranks, "mode": mode, "elements": n, "exchange_s": seconds}
 
 
 def losses(rank: int, arrays: Arrays, exchange: Any, device: str) -> list[float]:
@@ -135,10 +142,6 @@ def rows_trained(rank: int, arrays: Arrays, kind: str, device: str) -> tuple[byt
 
 def embedding(arrays: Arrays, ranks: int, kind: str, device: str = "cuda") -> Result:
     """Train a sharded embedding on both devices."""
-    found, want = (
-        on_ranks(rows_trained, ranks, arrays, kind, on, timeout=60) for on in (device, "cpu")
-    )
-    for rank, (mine, its) in enumerate(zip(found, want, strict=True)):
-        if mine[0] != its[0]:
-            raise Failed(f"{kind} on rank {rank}: the table has other bits than on the CPU")
-    return {"ranks": ranks, "optimizer": kind, "step_s": max(t for _, t in found)}
+    words = f"{kind} on rank {{}}: the table"
+    seconds = _compared(words, rows_trained, ranks, arrays, kind, device=device)
+    return {"ranks": ranks, "optimizer": kind, "step_s": seconds}

@@ -41,7 +41,7 @@ from linkweave.kernels.embedding import cpu
 from linkweave.kernels.nvtx_ranges import ranged
 from linkweave.kernels.optim.steps import SCALARS
 from linkweave.kernels.optim.tables import DTYPES
-from linkweave.kernels.tensors import check_overlaps, device_of
+from linkweave.kernels.tensors import check_overlaps, check_tensor, device_of
 from linkweave.kernels.validate import at_least_0, floats_at_least_0, outside
 
 INDICES = (torch.int32, torch.int64)
@@ -245,17 +245,5 @@ def _check(
 
     None in `shape` allows any number.
     """
-    device = device_of(x, name)
-    if x.dtype not in dtypes:
-        raise TypeError(
-            f"{name} must be a tensor of {' or '.join(map(str, dtypes))}, not {x.dtype}"
-        )
-    if device != first.device:
-        raise TypeError(f"{name} must be on {first.device} as the others, not on {device}")
-    if (
-        x.ndim != len(shape)
-        or not x.is_contiguous()
-        or any(want not in (None, found) for want, found in zip(shape, x.shape, strict=True))
-    ):
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ValueError(f"{name} must be contiguous of shape ({wanted}), not {tuple(x.shape)}")
+    device_of(x, name)
+    check_tensor(x, name, dtypes, first.device, shape)

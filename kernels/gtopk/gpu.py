@@ -18,10 +18,10 @@ import triton.language as tl
 
 from linkweave.kernels.api import sparsify
 from linkweave.kernels.gtopk.cpu import PAD
+from linkweave.kernels.topk.cpu import Keys
 
 BLOCK, WARPS = 1024, 8
-_NAN = 0x7F800001  # the key of all NaN
-_FLOAT_BITS = 0x7FFFFFFF  # of a magnitude
+_KEYS = Keys("float32")
 
 
 @torch.library.custom_op("linkweave::sparsify", mutates_args=("residual",))
@@ -84,7 +84,7 @@ def merge(a: torch.Tensor, b: torch.Tensor, k: int) -> tuple[torch.Tensor, torch
     values = torch.cat([sums, values[-1:]])
     first = torch.cat([twins.new_ones(1), ~twins])[: len(values)]
     indices, values = torch.where(first, indices, PAD), torch.where(first, values, -0.0)
-    keys = (values.view(torch.int32) & _FLOAT_BITS).clamp(max=_NAN)
+    keys = (values.view(torch.int32) & int(_KEYS.mask)).clamp(max=int(_KEYS.nan))
     keys = torch.where(indices == PAD, -1, keys)
     largest = keys.sort(descending=True, stable=True).indices
     return _ascending(values, indices, largest[:k]), _ascending(values, indices, largest[k:])
@@ -98,7 +98,8 @@ def _ascending(values: torch.Tensor, indices: torch.Tensor, at: torch.Tensor) ->
 
 def keep(own: torch.Tensor, found: torch.Tensor, residual: torch.Tensor, arrived: bool) -> None:
     """`kernels.gtopk.keep`."""
-    values, kept = own[0].view(torch.float32), own[0].view(torch.float32).isfinite()
+    values = own[0].view(torch.float32)
+    kept = values.isfinite()
     there = torch.zeros_like(kept)
     if last := found.shape[1]:
         at = torch.searchsorted(found[1], own[1]).clamp(max=last - 1)

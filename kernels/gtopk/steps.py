@@ -12,14 +12,13 @@ is enqueued on the current CUDA stream, and the host does not wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from linkweave.kernels.gtopk import cpu
 from linkweave.kernels.nvtx_ranges import ranged
-from linkweave.kernels.tensors import check_overlaps, device_of
+from linkweave.kernels.tensors import check_overlaps, check_tensor, device_of
 from linkweave.kernels.validate import at_least_0, count
 
 GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,8 +44,8 @@ def select(grad: torch.Tensor, residual: torch.Tensor, k: int) -> tuple[torch.Te
     ValueError, TypeError: an argument is out of range, or the tensors do not fit one another.
     """
     device = device_of(grad, "grad")
-    _check(grad, "grad", GRADIENTS, device)
-    _check(residual, "residual", (torch.float32,), device, (grad.numel(),))
+    check_tensor(grad, "grad", GRADIENTS, device, (None,))
+    check_tensor(residual, "residual", (torch.float32,), device, (grad.numel(),))
     if grad.numel() >= PAD:
         raise ValueError(f"grad has {grad.numel()} elements; there must be fewer than {PAD}")
     check_overlaps({"grad": grad, "residual": residual})
@@ -76,8 +75,8 @@ def merge(a: torch.Tensor, b: torch.Tensor, k: int) -> tuple[torch.Tensor, torch
     ValueError, TypeError: k exceeds the rooms, or the tensors are no vectors on one device.
     """
     device = device_of(a, "a")
-    _check(a, "a", (torch.int32,), device, (2, None))
-    _check(b, "b", (torch.int32,), device, (2, None))
+    check_tensor(a, "a", (torch.int32,), device, (2, None))
+    check_tensor(b, "b", (torch.int32,), device, (2, None))
     if (k := at_least_0(k, "k")) > a.shape[1] + b.shape[1]:
         raise ValueError(f"k is {k}, above the room of both vectors, {a.shape[1] + b.shape[1]}")
     kept, cut = _kernels(device).merge(a, b, k)
@@ -97,9 +96,9 @@ def keep(
     ValueError, TypeError: the tensors do not fit one another.
     """
     device = device_of(residual, "residual")
-    _check(own, "own", (torch.int32,), device, (2, None))
-    _check(found, "found", (torch.int32,), device, (2, None))
-    _check(residual, "residual", (torch.float32,), device, (None,))
+    check_tensor(own, "own", (torch.int32,), device, (2, None))
+    check_tensor(found, "found", (torch.int32,), device, (2, None))
+    check_tensor(residual, "residual", (torch.float32,), device, (None,))
     if own.shape[1] and residual.numel():
         _kernels(device).keep(own, found, residual.detach(), arrived)
 
@@ -114,8 +113,8 @@ def scatter(found: torch.Tensor, x: torch.Tensor, ranks: int) -> None:
     ValueError, TypeError: the tensors do not fit one another.
     """
     device = device_of(x, "x")
-    _check(found, "found", (torch.int32,), device, (2, None))
-    _check(x, "x", GRADIENTS, device, (None,))
+    check_tensor(found, "found", (torch.int32,), device, (2, None))
+    check_tensor(x, "x", GRADIENTS, device, (None,))
     if found.shape[1] and x.numel():
         values = values_of(found)
         # by a tensor: on GPUs torch multiplies by the inverse of a number, which rounds otherwise
@@ -133,8 +132,8 @@ def drop_nonfinite(fine: torch.Tensor, residual: torch.Tensor) -> None:
     ValueError, TypeError: the tensors do not fit one another.
     """
     device = device_of(residual, "residual")
-    _check(fine, "fine", (torch.bool,), device, ())
-    _check(residual, "residual", (torch.float32,), device, (None,))
+    check_tensor(fine, "fine", (torch.bool,), device, ())
+    check_tensor(residual, "residual", (torch.float32,), device, (None,))
     _kernels(device).drop_nonfinite(fine, residual.detach())
 
 
@@ -153,21 +152,3 @@ def _kernels(device: torch.device) -> Any:
     from linkweave.kernels.gtopk import gpu  # which imports Triton
 
     return gpu
-
-
-def _check(
-    x: Any, name: str, dtypes: Sequence[torch.dtype], device: torch.device,
-    shape: tuple[int | None, ...] = (None,),
-) -> None:  # fmt: skip
-    """`x` must be a contiguous tensor of one of the dtypes and of this shape on the device; None
-    stands for any number."""
-    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
-        found = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(f"{name} must be a tensor of {' or '.join(map(str, dtypes))}, not {found}")
-    if x.device != device:
-        raise TypeError(f"{name} must be on {device} as the others, not on {x.device}")
-    if x.ndim != len(shape) or not x.is_contiguous() or any(
-        want not in (None, size) for want, size in zip(shape, x.shape, strict=True)
-    ):  # fmt: skip
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ValueError(f"{name} must be contiguous of shape ({wanted}), not {tuple(x.shape)}")
