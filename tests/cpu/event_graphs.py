@@ -6,7 +6,7 @@ and streams write down what is enqueued and which events they wait for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linkweave import GTopK
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.planning.collective import Pairs, targets
-from linkweave.collectives.planning.sparse_tree import binomial_tree
 from linkweave.collectives.training.embedding import exchange as row_exchange
 from linkweave.collectives.training.embedding.exchange import RowExchange, RowLane
 from linkweave.collectives.training.embedding.optimizer import Embeddings, RowOptimizer
@@ -34,6 +32,7 @@ from linkweave.collectives.training.sparse_exchange import SparseExchange
 from linkweave.kernels.embedding import gpu as rows_gpu
 from linkweave.kernels.embedding import steps as rows
 from linkweave.kernels.gtopk import gpu, steps
+from tests.cpu.fake_ranks import FakeTransport
 
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "streams.png"
 MAIN, HOST = "main stream", "host waits"
@@ -105,49 +104,20 @@ class Stream:
     def synchronize(self) -> None: ...
 
 
-class Transport:
+class Transport(FakeTransport):
     """Rank 1 of two, which enqueues the names of what it sends."""
 
-    rank, size, device = 1, SIZE, ""
-
     def __init__(self, graph: Graph) -> None:
+        super().__init__(1, SIZE)
         self._graph = graph
 
-    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(count, dtype=dtype, device=device)
-
-    def before_close(self, method: Any) -> None: ...
-
-    def open(self, lanes: int) -> None: ...
-
-    def close(self) -> None: ...
-
-    def stream(self, *_: Any) -> Any: ...
-
-    def share(self, payload: bytes) -> list[bytes]:
-        return [payload] * SIZE
-
-    def average(self, lane: int, x: torch.Tensor) -> None:
-        self._graph.do("all-reduce")
-
-    def tree(self, x: torch.Tensor) -> Any:
-        return binomial_tree(SIZE)
-
-    def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
-        self._graph.do("send")
-        return torch.empty_like(x) if self.rank in targets(pairs) else None
-
-    def broadcast(self, x: torch.Tensor, source: int = 0, lane: int | None = None) -> None:
-        self._graph.do("broadcast")
-
-    def total(self, x: torch.Tensor) -> None:
-        self._graph.do("flags")
-
-    def alltoall(self, lane: int, x: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
-        self._graph.do(
-            {"update prior": "prior", "no tokens": "tokens"}.get(self._graph.op, self._graph.op)
-        )
-        return x.new_empty(sum(row[self.rank] for row in counts))
+    def told(self, name: str, x: torch.Tensor) -> None:
+        op = self._graph.op
+        names = {
+            "average": "all-reduce", "pairwise": "send", "total": "flags",
+            "alltoall": {"update prior": "prior", "no tokens": "tokens"}.get(op, op),
+        }  # fmt: skip
+        self._graph.do(names.get(name, name))
 
 
 def watched(graph: Graph, module: Any, names: dict[str, str]) -> Any:

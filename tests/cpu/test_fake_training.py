@@ -18,9 +18,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from linkweave import GTopK
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.planning.algorithms.trees import Tree
-from linkweave.collectives.planning.collective import Pairs, targets
-from linkweave.collectives.planning.sparse_tree import binomial_tree
 from linkweave.collectives.training.embedding import exchange as rows_exchange
 from linkweave.collectives.training.embedding.exchange import RowExchange
 from linkweave.collectives.training.embedding.optimizer import Embeddings, RowOptimizer
@@ -34,67 +31,23 @@ from linkweave.collectives.training.sparse_exchange import SparseExchange
 from linkweave.kernels.embedding import gpu as rows_gpu
 from linkweave.kernels.embedding import steps as rows
 from linkweave.kernels.gtopk import gpu, steps
+from tests.cpu.fake_ranks import FakeTransport
 from tests.cpu.stream_stand_in import CURRENT, Stream, compute  # noqa: F401
 
 DEVICE = "cuda" if torch.version.cuda else "cpu"
 SIZE = 4
 
 
-class Transport:
-    """A rank of four that checks where tensors are, and sends nothing."""
-
-    size, device = SIZE, ""
+class Transport(FakeTransport):
+    """A rank of four that checks where tensors are."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        super().__init__(rank, SIZE)
         self.made: list[str] = []
 
-    def _told(self, name: str, x: torch.Tensor) -> None:
+    def told(self, name: str, x: torch.Tensor) -> None:
         assert x.device.type == DEVICE and hasattr(x, "fake_mode")
         self.made.append(name)
-
-    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(count, dtype=dtype, device=device)
-
-    def before_close(self, method: Any) -> None:
-        pass
-
-    def open(self, lanes: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def share(self, payload: bytes) -> list[bytes]:
-        return [payload] * SIZE
-
-    def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Any:
-        raise NotImplementedError
-
-    def alltoall(self, lane: int, x: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
-        self._told("alltoall", x)
-        assert x.numel() == sum(counts[self.rank])
-        return x.new_empty(sum(row[self.rank] for row in counts))
-
-    def average(self, lane: int, x: torch.Tensor) -> None:
-        self._told("average", x)
-
-    def tree(self, x: torch.Tensor) -> Tree:
-        return binomial_tree(SIZE)
-
-    def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
-        self._told("pairwise", x)
-        return torch.empty_like(x) if self.rank in targets(pairs) else None
-
-    def allgather(self, lane: int, x: torch.Tensor) -> torch.Tensor:
-        self._told("allgather", x)
-        return x.new_empty((SIZE, *x.shape))
-
-    def broadcast(self, x: torch.Tensor, source: int = 0, lane: int | None = None) -> None:
-        self._told("broadcast", x)
-
-    def total(self, x: torch.Tensor) -> None:
-        self._told("total", x)
 
 
 @pytest.fixture(autouse=True)

@@ -116,6 +116,15 @@ def lanes_on(transport: Any, gradients: GradientBuffers, program: Program) -> St
     return StreamLanes(transport, gradients, program, Dense(gradients, transport), Embeddings())
 
 
+def lanes_of_one_op(transport: Any, *sizes: int) -> tuple[StreamLanes, GradientBuffers]:
+    """An op of one unit, whose parameters have so many elements."""
+    parameters = tuple(nn.Parameter(torch.zeros(n)) for n in sizes)
+    units = [Unit("a", ("w", "b")[: len(sizes)], parameters)]
+    gradients = GradientBuffers(units, transport.empty)
+    program = Program("one", (Op(0, (Span(0, 0, gradients.slots[0].nbytes),)),), ("a",))
+    return lanes_on(transport, gradients, program), gradients
+
+
 def computed(gradient: torch.Tensor, value: int, pause: float) -> None:
     time.sleep(pause)
     gradient.fill_(value)
@@ -163,12 +172,8 @@ def test_ops_wait_for_gradients_and_units_for_their_ops(seed: int, compute: Stre
 def test_gradients_of_several_streams_and_a_late_exit(compute: Stream) -> None:  # noqa: F811
     """The bucket waits for a gradient that another stream makes; a rank that leaves waits until
     its own has been sent. Nothing is timed unless it is asked for."""
-    units = [Unit("a", ("w", "b"), tuple(nn.Parameter(torch.zeros(n)) for n in (4, 3)))]
     transport = Transport(random.Random(0))
-    gradients = GradientBuffers(units, transport.empty)
-    slot = gradients.slots[0]
-    program = Program("one", (Op(0, (Span(0, 0, slot.nbytes),)),), ("a",))
-    lanes = lanes_on(transport, gradients, program)
+    lanes, gradients = lanes_of_one_op(transport, 4, 3)
     lanes.begin(False)
     other, held = Stream(), threading.Event()
     CURRENT.append(other)
@@ -191,11 +196,8 @@ def test_gradients_of_several_streams_and_a_late_exit(compute: Stream) -> None: 
 
 
 def test_an_op_that_fails_ends_the_training_of_all_ranks(compute: Stream) -> None:  # noqa: F811
-    units = [Unit("a", ("w",), (nn.Parameter(torch.zeros(4)),))]
     transport = Transport(random.Random(0))
-    gradients = GradientBuffers(units, transport.empty)
-    program = Program("one", (Op(0, (Span(0, 0, 32),)),), ("a",))
-    lanes = lanes_on(transport, gradients, program)
+    lanes, _ = lanes_of_one_op(transport, 4)
 
     def average(lane: int, x: torch.Tensor) -> None:
         raise MemoryError("no memory for 64 bytes")
@@ -210,11 +212,8 @@ def test_an_op_that_fails_ends_the_training_of_all_ranks(compute: Stream) -> Non
 
 
 def test_an_error_ends_all_calls(compute: Stream) -> None:  # noqa: F811
-    units = [Unit("a", ("w",), (nn.Parameter(torch.zeros(4)),))]
     transport = Transport(random.Random(0))
-    gradients = GradientBuffers(units, transport.empty)
-    program = Program("one", (Op(0, (Span(0, 0, 32),)),), ("a",))
-    lanes = lanes_on(transport, gradients, program)
+    lanes, _ = lanes_of_one_op(transport, 4)
     lanes.abort(CollectiveError("rank 0: over"))
     with pytest.raises(CollectiveError, match="rank 0: over"):
         next(lanes.arrivals(0))
