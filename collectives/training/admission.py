@@ -78,7 +78,8 @@ def compare_exchanges(transport: Transport, exchange: Any, options: Any = ()) ->
     if (other := parted(transport, repr((exchange, options)))) is not None:
         raise CollectiveError(
             f"ranks 0 and {other} have different exchanges or options; this rank's is {exchange!r} "
-            f"with schedule, chained, broadcast_buffers, check_divergence, reduce_dtype {options}"
+            "with schedule, chained, broadcast_buffers, check_divergence, reduce_dtype and the "
+            f"scaler's scale {options}"
         )
 
 

@@ -30,10 +30,11 @@ from linkweave.collectives.training.gtopk import KEY, GTopK, check_state
 from linkweave.collectives.training.hooks import Hook, compiling_by, left_alone, nothing
 from linkweave.collectives.training.joining import joined
 from linkweave.collectives.training.layout import drop_gradients
+from linkweave.collectives.training.loss_scale import LossScale, loss_scale_of
 from linkweave.collectives.training.program import Program
 from linkweave.collectives.training.sparse_exchange import SparseExchange
 from linkweave.collectives.training.step_record import StepRecord, timeline_of
-from linkweave.collectives.training.stepping import stepper_of
+from linkweave.collectives.training.stepping import refuse_another_scaler, stepper_of
 from linkweave.collectives.training.transport import Transport, transport_of
 from linkweave.collectives.training.tuner import Tuner
 
@@ -65,6 +66,9 @@ class DataParallel(nn.Module):
         steps and all in 256.
     reduce_dtype: torch.bfloat16 lets float32 gradients travel in half as many bytes; parameters and
         optimizer stay float32.
+    scaler: the torch.amp.GradScaler of the loop, which `GTopK` and a `ShardedEmbedding` must know.
+        Residuals are kept without its scale; each backward pass ends with the averaged rows, in
+        this rank's columns, as the sparse gradients of embeddings' weights.
 
     The training loop stays as it is. Gradients are averages when `backward` returns, if the
     schedule is not chained. If it is (`program.chained`), they are still under way when `step`
@@ -88,12 +92,13 @@ class DataParallel(nn.Module):
         schedule: str | Schedule = "auto", chained: bool = False,
         exchange: Literal["dense"] | GTopK = "dense", group: Any = None,
         broadcast_buffers: bool = True, check_divergence: bool = True,
-        reduce_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None, scaler: torch.amp.GradScaler | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         _keep_keys(self)
         optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
         refuse(module, optimizers, schedule, exchange, reduce_dtype)
+        scale = loss_scale_of(scaler)
         self.module = module
         self._engine: Engine | None = None
         self._end = ""  # why it takes no part in training any more
@@ -104,7 +109,7 @@ class DataParallel(nn.Module):
             return
         try:
             self._join(transport, module, optimizers, schedule, chained, exchange,
-                       broadcast_buffers, check_divergence, reduce_dtype)  # fmt: skip
+                       broadcast_buffers, check_divergence, reduce_dtype, scale)  # fmt: skip
         except BaseException:
             transport.close()
             raise
@@ -113,15 +118,19 @@ class DataParallel(nn.Module):
         self, transport: Transport, module: nn.Module, optimizers: list[torch.optim.Optimizer],
         schedule: str | Schedule, chained: bool, exchange: Literal["dense"] | GTopK,
         broadcast_buffers: bool, check_divergence: bool, reduce_dtype: torch.dtype | None,
+        scale: LossScale | None,
     ) -> None:  # fmt: skip
         refuse_optimizers(module, optimizers)
+        for optimizer in optimizers:
+            refuse_another_scaler(optimizer, scale)
         plan = schedule if isinstance(schedule, str) else "a Schedule"
-        options = plan, chained, broadcast_buffers, check_divergence, reduce_dtype
+        first_scale = scale and scale.scaler.get_scale()
+        options = plan, chained, broadcast_buffers, check_divergence, reduce_dtype, first_scale
         compare_exchanges(transport, exchange, options)
         spec = exchange if isinstance(exchange, GTopK) else None
         embeddings = Embeddings()
         before: Any = Hook(self._before_state)
-        embeddings.attach(module, optimizers, transport, before, self._skips)
+        embeddings.attach(module, optimizers, transport, before, self._skips, scale is not None)
         without = embeddings.weights
         copy_from_rank_0(transport, module, without)
         after = partial(send_buffers, transport, module) if broadcast_buffers else nothing
@@ -130,7 +139,7 @@ class DataParallel(nn.Module):
         def exchange_of(gradients: GradientBuffers, engine: Engine) -> Exchange:
             if spec is None:
                 return Dense(gradients, transport, reduce_dtype)
-            return SparseExchange(spec, gradients, transport)
+            return SparseExchange(spec, gradients, transport, scale)
 
         chains = chained or schedule != "auto"
         self._engine = engine = Engine(
@@ -144,6 +153,7 @@ class DataParallel(nn.Module):
         for optimizer in optimizers:
             stepper = stepper_of(optimizer)
             stepper.engines.append(engine)
+            stepper.scale = scale
             engine.steppers.append(stepper)
         policy = POLICIES.get(schedule) if isinstance(schedule, str) else None
         asked = chained or bool(policy and policy.chains) or getattr(schedule, "chained", False)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.training.admission import compare_exchanges
 from linkweave.collectives.training.gtopk import GTopK, check_state
+from linkweave.collectives.training.loss_scale import loss_scale_of
 from linkweave.collectives.training.sparse_exchange import SparseAverage
 from linkweave.collectives.training.transport import transport_of
 from linkweave.kernels import gtopk
@@ -24,6 +25,8 @@ class GTopKState:
     density, warmup, epoch_steps: as in `GTopK`. Learning rates are the optimizer's own.
     mode, conserve: as in `GTopK`; "auto" counts the bytes on the critical path, as no network is
         measured.
+    scaler: the GradScaler of the training, without which residuals would have the scale of their
+        time.
 
     Residuals belong to parameters, so DDP may divide them into other buckets, as it does after the
     first step. After an error of any bucket, those that follow raise it as well. Raises
@@ -33,7 +36,9 @@ class GTopKState:
     def __init__(
         self, group: Any = None, *, density: float = 0.001, warmup: tuple[float, ...] = (),
         epoch_steps: int = 100, mode: str = "auto", conserve: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:  # fmt: skip
+        self._scale = loss_scale_of(scaler)
         self.spec = GTopK(density, warmup, epoch_steps, mode=mode, conserve=conserve)
         self.steps = 0
         """Steps so far."""
@@ -54,7 +59,8 @@ class GTopKState:
             self._transport = transport_of(self._group, device)
         if self._transport:
             self._transport.open(1)
-            self._average = SparseAverage(self._transport, self.spec.mode, self.spec.conserve)
+            chosen = self.spec.mode, self.spec.conserve, self._scale
+            self._average = SparseAverage(self._transport, *chosen)
 
     def start(self, bucket: dist.GradBucket) -> Future:  # type: ignore[name-defined]
         """Begin to average a bucket. Returns a future of its tensor."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -18,6 +18,7 @@ from linkweave.collectives.planning.sparse_tree import rounds
 from linkweave.collectives.training.exchange import Arrived, Packing
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.gtopk import GTopK
+from linkweave.collectives.training.loss_scale import LossScale
 from linkweave.collectives.training.program import Op
 from linkweave.collectives.training.transport import Transport
 from linkweave.kernels import gtopk
@@ -34,12 +35,17 @@ class SparseExchange:
     A gradient that is not finite is sent before all others, so all ranks learn that the step is to
     be skipped. The finite sums then go to the residual of rank 0; of a dense average, elements that
     are not finite are dropped. On a GPU the host waits once a step, in `settle`, to learn that.
+
+    Gradients that have a `scale` are averaged, and kept, without it.
     """
 
     whole = True
     dtype: torch.dtype | None = None
 
-    def __init__(self, spec: GTopK, gradients: GradientBuffers, transport: Transport) -> None:
+    def __init__(
+        self, spec: GTopK, gradients: GradientBuffers, transport: Transport,
+        scale: LossScale | None = None,
+    ) -> None:  # fmt: skip
         for unit in gradients.units:
             if unit.device.type not in ("cpu", "cuda") or unit.dtype == torch.float64:
                 raise CollectiveError(
@@ -53,7 +59,7 @@ class SparseExchange:
                     f"{x.dtype}"
                 )
         self.spec, self._gradients, self._transport = spec, gradients, transport
-        self.average_of = SparseAverage(transport, spec.mode, spec.conserve)
+        self.average_of = SparseAverage(transport, spec.mode, spec.conserve, scale)
         self._residuals = [torch.zeros(x.numel(), device=x.device) for x in gradients.buffers]
         self.steps = 0
         """Steps made, without those that were skipped."""
@@ -65,6 +71,8 @@ class SparseExchange:
     # ---- a step ------------------------------------------------------------------------------
     def begin(self) -> None:
         """Begin a step."""
+        if self.average_of.scale:
+            self.average_of.scale.check()
         self._sent, self.bad = {}, ()
 
     def part(self, op: Op) -> Op:
@@ -101,9 +109,11 @@ class SparseExchange:
         every += here
         self._transport.total(every)
         self.bad = self._names(every)
+        # with a scaler, skipped steps are how it finds its scale
+        level = logging.INFO if self.average_of.scale else logging.WARNING
         if mine := ", ".join(self._names(here)):
-            log.warning("rank %d: the gradient is not finite: %s", self._transport.rank, mine)
-        log.warning("a step is skipped: gradients are not finite: %s", ", ".join(self.bad))
+            log.log(level, "rank %d: the gradient is not finite: %s", self._transport.rank, mine)
+        log.log(level, "a step is skipped: gradients are not finite: %s", ", ".join(self.bad))
         for number, unit in enumerate(self._gradients.units):
             for name, (_, view) in zip(unit.names, self._gradients.of(number), strict=True):
                 if name in self.bad and view is not None:
@@ -188,12 +198,14 @@ class Sent:
     found: the sums of all ranks; None if all gradients have been averaged, which are in `x`.
     own: the entries of this rank, unless it sends all.
     fine: whether all sums are finite, a scalar.
+    scale: what x has been multiplied by.
     """
 
     x: torch.Tensor
     found: torch.Tensor | None
     own: torch.Tensor | None
     fine: torch.Tensor
+    scale: torch.Tensor | float = 1.0
 
     def bad(self) -> torch.Tensor:
         """The elements whose sums are not finite. The host waits."""
@@ -207,7 +219,7 @@ class Sent:
     def give_back(self, residual: torch.Tensor, ranks: int) -> None:
         """Add the finite sums to a residual."""
         if self.found is None:
-            residual += torch.where(self.x.isfinite(), self.x.float() * ranks, 0)
+            residual += torch.where(self.x.isfinite(), self.x.float() / self.scale * ranks, 0)
         else:
             gtopk.keep(self.found, self.found, residual, arrived=True)
 
@@ -222,13 +234,17 @@ class SparseAverage:
     """Averages flat tensors over the ranks of a transport, on any device.
 
     mode, conserve: as in `GTopK`. "auto" chooses by the times of `network`, a dense all-reduce's;
-    all ranks must have the same. A residual is float32, with as many elements as the gradients.
+    all ranks must have the same. A residual is float32, with as many elements as the gradients, and
+    has no `scale`.
     The number of entries follows from the number of elements, so that on a GPU the host never waits
     for a length.
     """
 
-    def __init__(self, transport: Transport, mode: str, conserve: bool) -> None:
+    def __init__(
+        self, transport: Transport, mode: str, conserve: bool, scale: LossScale | None = None
+    ) -> None:
         self._transport, self._mode, self._conserve = transport, mode, conserve
+        self.scale = scale
         self.network = Network(0.0, 1e-9, workers=transport.size)  # until it is known: bytes count
 
     def choose(self, nbytes: int, entries: int, numel: int) -> str:
@@ -251,6 +267,18 @@ class SparseAverage:
         is a sum divided once, and rounded to the dtype of x. What is not finite counts as largest,
         so that it reaches all ranks; unless the result is `fine`, the residual may keep some of it.
         """
+        if self.scale is None:
+            return self._average(lane, x, residual, counts, density)
+        scale = self.scale.on(x.device)
+        x.div_(scale)
+        sent = self._average(lane, x, residual, counts, density)
+        x.mul_(scale)
+        return replace(sent, scale=scale)
+
+    def _average(
+        self, lane: int, x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int],
+        density: float,
+    ) -> Sent:  # fmt: skip
         shares = [max(1, round(density * n)) for n in counts]
         mode = self.choose(x.nbytes, sum(shares), x.numel())
         if mode == "dense":

@@ -12,6 +12,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange
+from linkweave.collectives.training.loss_scale import LossScale
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.update import Update, groups_of
 
@@ -55,6 +56,7 @@ class Stepper:
         self.optimizer, self.kind = optimizer, type(optimizer)
         self.update = Update(optimizer)
         self.engines: list[Trained] = []
+        self.scale: LossScale | None = None
         self._known: tuple[Any, ...] = ()
         self._working = False
         self._others: list[torch.Tensor] = []  # parameters of no engine's model
@@ -89,22 +91,23 @@ class Stepper:
     @property
     def unscaled(self) -> str:
         """What a GradScaler does not work with; empty if it does."""
-        if any(engine.units and engine.exchange.whole for engine in self.engines):
-            return "GTopK, whose residuals keep gradients by the scale of their time"
-        if any(engine.embeddings.named for engine in self.engines):
-            return "a ShardedEmbedding, whose rows the scaler does not see"
         if any(engine.roll.called for engine in self.engines):
             return "join(), in which ranks that are over early keep another scale"
+        if self.scale is not None:
+            return ""
+        if any(engine.units and engine.exchange.whole for engine in self.engines):
+            return "GTopK unless DataParallel is given it as scaler=: residuals would be scaled"
+        if any(engine.embeddings.named for engine in self.engines):
+            return "a ShardedEmbedding unless DataParallel is given it as scaler="
         return ""
 
     def step(self, closure: Any = None) -> Any:
         loss = _result_of(closure)
         self._refuse_others()
         if self.unscaled and "found_inf" in self.optimizer.__dict__:
-            raise CollectiveError(
-                f"a GradScaler does not work with {self.unscaled}: use bfloat16 autocast, which "
-                "needs no scaler"
-            )
+            raise CollectiveError(f"a GradScaler does not work with {self.unscaled}")
+        if self.scale is not None:
+            self.scale.check_step(self.optimizer)
         later = [engine.before_step(self) for engine in self.engines]
         if not any(engine.skips for engine in self.engines):
             if not any(later):
@@ -195,8 +198,22 @@ class _Parameters(list[Any]):
 
 def stepper_of(optimizer: torch.optim.Optimizer) -> Stepper:
     """The optimizer's stepper, which it may have already."""
+    return _known(optimizer) or Stepper(optimizer)
+
+
+def _known(optimizer: torch.optim.Optimizer) -> Stepper | None:
     found = getattr(type(optimizer), "stepper", None)
-    return found if isinstance(found, Stepper) else Stepper(optimizer)
+    return found if isinstance(found, Stepper) else None
+
+
+def refuse_another_scaler(optimizer: torch.optim.Optimizer, scale: LossScale | None) -> None:
+    """All models that an optimizer trains have one scaler."""
+    known = _known(optimizer)
+    if known and (scale and scale.scaler) is not (known.scale and known.scale.scaler):
+        raise CollectiveError(
+            f"another DataParallel with this {type(optimizer).__name__} has another scaler=, or "
+            "none: give all the same"
+        )
 
 
 def _attached(stepper: Stepper) -> type:

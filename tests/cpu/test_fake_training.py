@@ -26,6 +26,7 @@ from linkweave.collectives.training.exchange import Dense, Exchange
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.gtopk_hook import GTopKState
 from linkweave.collectives.training.lanes import StreamLanes
+from linkweave.collectives.training.loss_scale import LossScale
 from linkweave.collectives.training.program import Op, Program, Span
 from linkweave.collectives.training.sparse_exchange import SparseExchange
 from linkweave.kernels.embedding import gpu as rows_gpu
@@ -106,6 +107,12 @@ def a_step(transport: Transport, exchange_of: Callable[[GradientBuffers], Exchan
     return exchange
 
 
+def scaled() -> LossScale:
+    scaler: Any = torch.amp.GradScaler("cpu")
+    scaler._scale = torch.full((), 8.0, device=DEVICE)
+    return LossScale(scaler)
+
+
 @pytest.mark.parametrize("rank", range(SIZE))
 @pytest.mark.parametrize("conserve", [False, True])
 @pytest.mark.parametrize(
@@ -119,7 +126,8 @@ def test_gtopk(
 ) -> None:  # fmt: skip
     transport = Transport(rank)
     spec = GTopK(density, mode=mode, conserve=conserve)
-    exchange: Any = a_step(transport, lambda g: SparseExchange(spec, g, transport))  # type: ignore[arg-type]
+    scale = scaled() if conserve else None
+    exchange: Any = a_step(transport, lambda g: SparseExchange(spec, g, transport, scale))  # type: ignore[arg-type]
     assert transport.made == calls * 4
     reads = Reads(monkeypatch)
     exchange.settle()
@@ -226,6 +234,25 @@ def test_embedding(kind: Any, rank: int, told: list[str], compute: Stream) -> No
     trained(table, ids[2], None)
     optimizer.step()
     table.schedule.finish()
+    table.close()
+
+
+def test_rows_that_a_scaler_sees(told: list[str], compute: Stream) -> None:  # noqa: F811
+    transport: Any = Transport(0)
+    table = ShardedEmbedding(ROWS, WIDTH, group=transport, device=DEVICE)
+    optimizer = torch.optim.SGD([table.weight], lr=0.1)
+    embeddings = Embeddings()
+    model = nn.Sequential(table)
+    embeddings.attach(model, [optimizer], transport, lambda *_: None, lambda: False, scaled=True)
+    ids = torch.empty(4, dtype=torch.int64, device=DEVICE)
+    table.schedule.look_up(ids, True)
+    table.schedule._used[0].leaf.grad = torch.empty_like(table.schedule._used[0].leaf)
+    embeddings.end_backward()
+    assert transport.made[-1] == "total"
+    assert table.weight.grad.is_sparse and table.weight.grad._values().shape[1] == WIDTH // SIZE
+    embeddings.step(optimizer)
+    assert table.weight.grad is None
+    embeddings.finish()
     table.close()
 
 

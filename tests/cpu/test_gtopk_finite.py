@@ -143,7 +143,7 @@ def gradients_that_are_not_finite(rank: int) -> None:
 
 @case
 def what_looks_at_gradients_sees_it(rank: int) -> None:
-    """As after a dense average: the norm is NaN. A scaler is refused at its first step."""
+    """As after a dense average: the norm is NaN. An unknown scaler is refused."""
     for spec in (GTopK(0.05), GTopK(1.0)):
         mine = Poisoned(spec, lr=0.1).steps(0)
         mine.poison = {"3.weight": float("nan")} if rank else {}

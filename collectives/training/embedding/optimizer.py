@@ -32,20 +32,26 @@ class Embeddings:
 
     def attach(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], transport: Transport,
-        before: Any, skips: Callable[[], bool],
+        before: Any, skips: Callable[[], bool], scaled: bool = False,
     ) -> None:  # fmt: skip
         """Take part in the steps of the optimizers.
 
         `before` is called before their states are read or loaded; `skips` tells whether this step
-        is to be left out.
+        is to be left out. Are gradients `scaled`, each backward pass leaves their averages in the
+        weights, where a GradScaler divides them.
         """
-        self._transport, self._skips = transport, skips
+        self._transport, self._skips, self._scaled = transport, skips, scaled
         self.named = embeddings_of(module)
         _compare(transport, self.named)
         self._rows = {id(one): RowOptimizer(one, [*self.named.values()]) for one in optimizers}
         for name, embedding in self.named.items():
             if embedding.schedule is None:
                 raise CollectiveError(f"ShardedEmbedding {name} is of one rank, or closed")
+            if scaled and embedding.embedding_dim < transport.size:
+                raise CollectiveError(
+                    f"ShardedEmbedding {name} has {embedding.embedding_dim} columns for "
+                    f"{transport.size} ranks: a GradScaler needs one on each to see its gradients"
+                )
             embedding.schedule.lane.name = name
             holders = sum(embedding in rows.embeddings for rows in self._rows.values())
             if holders > 1 or (embedding.weight.requires_grad and not holders):
@@ -96,6 +102,24 @@ class Embeddings:
                 embedding.schedule.end_backward()
             elif embedding.schedule is not None:
                 embedding.schedule.fail(f"no optimizer has the weight of ShardedEmbedding {name}")
+        if self._scaled:
+            self._show()
+
+    def _show(self) -> None:
+        """Let each weight have the average gradient of its rows, in this rank's columns; NaN on
+        all ranks if it is not finite on one."""
+        values = []
+        for embedding in self.named.values():
+            if (schedule := embedding.schedule) is not None and schedule.sends:
+                embedding.weight.grad = schedule.as_gradient()
+                if embedding.weight.grad is not None:
+                    values.append(embedding.weight.grad._values())
+        if not values:
+            return
+        bad = torch.stack([~x.isfinite().all() for x in values]).float()
+        self._transport.total(bad)
+        for x, factor in zip(values, torch.where(bad > 0, torch.nan, 1.0), strict=True):
+            x.mul_(factor)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """With the step of an optimizer. The optimizers step in any order."""
@@ -130,6 +154,7 @@ class Embeddings:
             return _clip(parameters, max_norm, norm_type)
         arrived = [part for schedule in self._schedules for part in schedule.averaged()]
         rows = [part for part in arrived if part.numel()]  # nothing has no largest norm
+        parameters = [p for p in parameters if id(p) not in self.weights]
         dense = [p.grad for p in parameters if p.grad is not None]
         first = nn.utils.get_total_norm(dense, norm_type)
         mine = float(nn.utils.get_total_norm(rows, norm_type))
@@ -235,8 +260,15 @@ class RowOptimizer:
         """Begin a step, with the options as they are now."""
         if self.embeddings:
             self._check()
+            if self._optimizer.__dict__.get("grad_scale") is not None:
+                raise CollectiveError(
+                    f"{self._kind.__name__} with fused=True divides gradients by the scale of a "
+                    "GradScaler in its own step, which a ShardedEmbedding does not take: leave "
+                    "fused out"
+                )
         for embedding in self.embeddings:
             assert embedding.schedule is not None
+            embedding.weight.grad = None
             if embedding.schedule.pending:
                 apply = self._apply(embedding.weight)
                 state = self._states[embedding.weight].values()
@@ -278,6 +310,7 @@ class RowOptimizer:
         for embedding in self.embeddings:
             if embedding.schedule is not None:
                 embedding.schedule.drop()
+                embedding.weight.grad = None
 
     # ---- state -------------------------------------------------------------------------------
     def add_state(self, _: Any, state: dict[str, Any]) -> None:

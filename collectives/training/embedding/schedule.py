@@ -233,11 +233,12 @@ class RowSchedule:
             self._add(gradients, part)
             apply(*gradients.parts.pop(part))
 
-        self.lane.submit("update prior", partial(update, "prior"), states)
+        uses = [*states, *(x for part in gradients.parts.values() for x in part)]
+        self.lane.submit("update prior", partial(update, "prior"), uses)
         for batch in self._announced:
             if batch in gradients.announced:  # whose rows are prior ones
                 batch.fetched = self._fetch(batch)
-        self.lane.submit("delayed", partial(update, "delayed"), states)
+        self.lane.submit("delayed", partial(update, "delayed"), uses)
 
     def drop(self) -> None:
         """Drop gradients that no step has applied. A call whose backward pass is to come stays."""
@@ -255,6 +256,19 @@ class RowSchedule:
         found = [part for _, part in gradients.parts.values()]
         self.lane.lend(*found)
         return found
+
+    def as_gradient(self) -> torch.Tensor | None:
+        """What `averaged` returns, as a sparse tensor like the table."""
+        found, gradients = self.averaged(), self._gradients
+        if gradients is None:
+            return None
+        values = torch.cat(found)
+        rows = torch.cat([rows for rows, _ in gradients.parts.values()])
+        views = torch.split(values, [*map(len, found)])
+        for (name, (some, _)), view in zip([*gradients.parts.items()], views, strict=True):
+            gradients.parts[name] = some, view
+        at = rows.clamp(max=len(self._table) - 1)[None]  # that of no row has zeros
+        return torch.sparse_coo_tensor(at, values, self._table.shape, check_invariants=False)
 
     def finish(self) -> None:
         """Wait until the last step is complete."""
