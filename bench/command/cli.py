@@ -14,7 +14,16 @@ from typing import Annotated
 import typer
 
 from linkweave.bench import commands
-from linkweave.bench.command import compare, plans, predict, schedule, simulate, topo, what_if
+from linkweave.bench.command import (
+    compare,
+    plans,
+    predict,
+    schedule,
+    simulate,
+    topo,
+    verify,
+    what_if,
+)
 from linkweave.bench.command.options import JsonOption, RanksOption, writable
 from linkweave.bench.commands import bench
 from linkweave.bench.reproduce import command as reproduce
@@ -29,8 +38,8 @@ for command in (*commands.COMMANDS, compare.compare):
     bench.command()(command)
 app.add_typer(bench, name="bench")
 for command in (
-    topo.topo, plans.plan, simulate.simulate, what_if.what_if, predict.predict, schedule.schedule,
-    schedule.train_trace, reproduce.reproduce,
+    topo.topo, plans.plan, verify.verify, simulate.simulate, what_if.what_if, predict.predict,
+    schedule.schedule, schedule.train_trace, reproduce.reproduce,
 ):  # fmt: skip
     app.command()(command)
 

@@ -133,6 +133,10 @@ MeasuredOption = Annotated[
     typer.Option(help="A file of measured figures to use: what bench links or bench algorithms "
                       "wrote, or p2pBandwidthLatencyTest printed."),
 ]  # fmt: skip
+ToOption = Annotated[
+    tuple[str, Path] | None,
+    typer.Option("--to", metavar="ENGINE FILE", help="Write the plan for another engine: mscclpp."),
+]  # fmt: skip
 PlanFileOption = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="A plan as plan --json prints it.")
 ]

@@ -15,6 +15,7 @@ import typer
 from linkweave import collectives
 from linkweave.bench.command import options
 from linkweave.collectives import CollectiveError, Explanation, Plan
+from linkweave.collectives.foreign.mscclpp_export import exported
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.cost import MAX_CHUNKS
 from linkweave.collectives.planning.explain import size_text
@@ -53,6 +54,7 @@ def plan(
     sparse: Annotated[
         int | None, typer.Option(help="With --explain: entries a rank of sparse all-reduces.")
     ] = None,
+    to: options.ToOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Make and verify the plan for a message, and summarise it.
@@ -62,6 +64,8 @@ def plan(
     found = options.machine_of(one_of(machine, topo), gpus, measured, gpu)
     nbytes = options.parse_size(size)
     check_chunks(chunks)
+    if to is not None:
+        check_engine(*to)
     if explain:
         if collective != "allreduce":
             raise CollectiveError("--explain is for all-reduce; simulate compares the others")
@@ -81,7 +85,26 @@ def plan(
             text = summary(made, found, nbytes, _reason(found, nbytes, made, algorithm))
         if algorithm != "auto":
             _warn(made, found, nbytes)
+    if to is not None:
+        text += "\n" + write_for(*to, made, found, nbytes)
     print(text)
+
+
+ENGINES = ("mscclpp",)
+
+
+def check_engine(engine: str, path: Path) -> None:
+    """Raise CollectiveError for an engine for which no plans are written."""
+    if engine not in ENGINES:
+        raise CollectiveError(f"--to writes plans for {', '.join(ENGINES)}, not for {engine!r}")
+    options.writable(to=path)
+
+
+def write_for(engine: str, path: Path, made: Plan, machine: Topology, nbytes: int) -> str:
+    """Write a plan in an engine's form; says what was written."""
+    foreign = exported(made, nbytes, machine)
+    path.write_text(foreign.to_json() + "\n")
+    return f"{path}: {engine} takes it for messages of {foreign.least} to {foreign.most} bytes"
 
 
 def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:

@@ -43,6 +43,8 @@ ROOMS = {
     ("overlap", "planning"): "equations of sparse communication",
     ("planning", "errors"): "plans may be wrong",
     ("planning", "kernels"): "the simulator's loop, compiled",
+    ("foreign", "errors"): "foreign plans may be wrong",
+    ("foreign", "planning"): "plans of ours leave",
     ("settings", "errors"): "settings may be wrong",
     ("tensors", "errors"): "tensors may be refused",
     ("tensors", "runtime"): "a tensor becomes a buffer",

@@ -1,0 +1,50 @@
+"""`linkweave verify`: proves plans, ours and those of other engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from linkweave.bench.command import options
+from linkweave.collectives.foreign import mscclpp, mscclpp_proof
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.verify import check_form, check_links, prove
+from linkweave.topology.loading import read
+
+
+def verify(
+    file: Annotated[Path, typer.Argument(help="A plan: of plan --json, or MSCCL++'s JSON.")],
+    topo: Annotated[
+        str, typer.Option("--topology", "--topo", "-t", help="The machine whose links it may use.")
+    ] = "",
+    gpus: options.GpusOption = None,
+) -> None:
+    """Prove that a plan is right, or tell its first fault."""
+    text = read(str(file))
+    machine = options.machine_of(topo or "auto", gpus) if topo or gpus else None
+    shown = ["result", "order of accesses", "progress"]
+    if mscclpp.is_plan(text):
+        foreign = mscclpp.read(text)
+        remark = mscclpp_proof.verify(foreign, machine)
+        blocks = sum(len(gpu.blocks) for gpu in foreign.gpus)
+        how = "in place" if foreign.inplace else "out of place"
+        print(
+            f"{foreign.name}: {foreign.collective} of {len(foreign.gpus)} ranks, {how}, "
+            f"{blocks} thread blocks, by MSCCL++"
+        )
+        shown.append("that executions may follow one another")
+    else:
+        made = Plan.from_json(text)
+        remark = ""
+        check_form(made)
+        if machine is not None:
+            check_links(made, machine)
+        prove(made)
+        print(f"{made.collective} of {made.size} ranks by {made.algorithm}")
+    if machine is not None:
+        shown.append(f"links of {machine.name}")
+    else:
+        remark = "; ".join(filter(None, ("without --topo, no links were checked", remark)))
+    print(f"right: {', '.join(shown)}" + (f". But {remark}" if remark else ""))

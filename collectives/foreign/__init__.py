@@ -1,0 +1,1 @@
+"""Plans and measurements in the forms of other engines: read, judged and written."""
