@@ -69,7 +69,7 @@ class _Export:
         self.semaphores = [0] * plan.size
         self.scratch = [0] * plan.size
         self.numbers: list[tuple[int, int]] = []  # of each connection's channel at its two ends
-        self.rooms: list[dict[tuple[int, int], int]] = []  # scratch, by (phase, position) at each end
+        self.rooms: list[dict[tuple[int, int], int]] = []  # scratch, by (phase, step)
         self.taken: list[dict[tuple[int, int], int]] = []
         for index, connection in enumerate(plan.connections):
             a, b = connection.src, connection.dst
@@ -207,7 +207,7 @@ class _Export:
 def _steps_over(
     track: Track | None, connection: int, verbs: tuple[Verb, ...], forwards: bool = False
 ) -> list[list[tuple[int, int]]]:
-    """In each phase that has any, the steps (phase, position) of a track that use the connection."""
+    """The steps (phase, position) of a track that use the connection, in each phase that has any."""
     found = [
         [
             (phase, at) for at, step in enumerate(body)
