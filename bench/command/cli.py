@@ -16,6 +16,7 @@ import typer
 from linkweave.bench import commands
 from linkweave.bench.command import (
     compare,
+    judge,
     plans,
     predict,
     schedule,
@@ -38,7 +39,8 @@ for command in (*commands.COMMANDS, compare.compare):
     bench.command()(command)
 app.add_typer(bench, name="bench")
 for command in (
-    topo.topo, plans.plan, verify.verify, simulate.simulate, what_if.what_if, predict.predict,
+    topo.topo, plans.plan, verify.verify, judge.judge, simulate.simulate, what_if.what_if,
+    predict.predict,
     schedule.schedule, schedule.train_trace, reproduce.reproduce,
 ):  # fmt: skip
     app.command()(command)

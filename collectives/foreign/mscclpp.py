@@ -18,6 +18,7 @@ from typing import Any
 
 from linkweave.collectives.errors import PlanError
 from linkweave.topology.checks import integer, shown
+from linkweave.topology.json_reader import parse_json
 
 MOST_OPS, MOST_CHANNELS, MOST_AT_ONCE = 64, 16, 8
 """Limits of a thread block's ops and channels, and of an op's channels."""
@@ -228,10 +229,7 @@ def _most(number: int, most: int, what: str, where: str) -> None:
 
 def read(text: str) -> ExecutionPlan:
     """The plan of a JSON text. Raises PlanError where it is no plan, or exceeds a limit."""
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise PlanError(f"an MSCCL++ plan is JSON: {error}") from None
+    data = parse_json(text, "an MSCCL++ plan", PlanError)
     try:
         plan = _plan_in(data)
     except (KeyError, TypeError, AttributeError, IndexError) as error:

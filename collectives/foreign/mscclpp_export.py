@@ -207,7 +207,7 @@ class _Export:
 def _steps_over(
     track: Track | None, connection: int, verbs: tuple[Verb, ...], forwards: bool = False
 ) -> list[list[tuple[int, int]]]:
-    """The steps (phase, position) of a track that use the connection, in each phase that has any."""
+    """The steps (phase, position) of a track that use the connection, phase by phase."""
     found = [
         [
             (phase, at) for at, step in enumerate(body)

@@ -1,0 +1,49 @@
+"""`linkweave judge`: what nccl-tests has measured, beside predictions and bounds."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from linkweave.bench.command import options
+from linkweave.collectives.foreign import nccl_tests
+from linkweave.collectives.planning.explain import size_text
+from linkweave.topology.loading import read
+
+
+def judge(
+    log: Annotated[Path, typer.Argument(help="What nccl-tests printed, or wrote with -J.")],
+    topo: options.TopologyOption = "auto",
+    collective: Annotated[
+        str, typer.Option("--collective", "-c", help="What was measured, if the log has no name.")
+    ] = "",
+    gpus: options.GpusOption = None,
+    gpu: options.ModelOption = None,
+    measured: options.MeasuredOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Judge a log of nccl-tests, size by size."""
+    found = options.machine_of(topo, gpus, measured, gpu)
+    text = read(str(log))
+    with options.console.status("planning"):
+        told = nccl_tests.judge(nccl_tests.read(text, str(log)), found, collective)
+    if as_json:
+        print(json.dumps({"topology": found.name, **asdict(told)}))
+        return
+    bounded = told.rows[0].bound < float("inf")
+    print(f"{told.collective} on {found.name}, measured by nccl-tests")
+    print(options.table(
+        ("size", "measured us", "GB/s", "of the bound", "our best us", "by"),
+        [(size_text(row.nbytes), f"{row.seconds * 1e6:.1f}", f"{row.algbw / 1e9:.2f}",
+          f"{row.share:.1%}" if bounded else "-", f"{row.predicted * 1e6:.1f}", row.algorithm)
+         for row in told.rows], left=(5,),
+    ))  # fmt: skip
+    if bounded:
+        print(f"bound: {told.rows[0].bound / 1e9:.4g} GB/s, counting wires; our best: simulated")
+    for sentence in told.sentences:
+        print(textwrap.fill(sentence[0].upper() + sentence[1:] + ".", options.WIDTH))

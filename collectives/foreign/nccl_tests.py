@@ -1,0 +1,248 @@
+"""What nccl-tests has measured, and how far that is from what a machine allows.
+
+The text and the JSON (`-J FILE`) of nccl-tests 2.18 are read, and the text of older ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.planning.explain import size_text
+from linkweave.collectives.planning.planner import plan_collective
+from linkweave.collectives.planning.simulate import simulate
+from linkweave.topology import Topology, bound, reducing_bound
+from linkweave.topology.bounds import BOUNDED
+from linkweave.topology.json_reader import parse_json
+
+NAMES = {
+    "all_reduce": "allreduce", "all_gather": "allgather", "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast", "reduce": "reduce", "alltoall": "alltoall", "gather": "gather",
+    "scatter": "scatter",
+}  # fmt: skip
+"""Our names of the collectives, by the names of its programs."""
+_HEAD = re.compile(r"^#?\s*size\s+count\s+type\b.*\btime\b.*\balgbw\b", re.MULTILINE)
+_PROGRAM = re.compile(rf"\b({'|'.join(sorted(NAMES, key=len, reverse=True))})_perf")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A size in bytes, as nccl-tests counts it: a rank's whole buffer. `wrong` values were found;
+    None if nobody looked. `factor` is busbw over algbw; 0 where that is too coarse."""
+
+    nbytes: int
+    seconds: float
+    wrong: int | None
+    factor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Measured times of a collective, out of place where there are such, by ascending sizes.
+    `ranks` is 0 and `collective` empty where the log does not tell."""
+
+    collective: str
+    ranks: int
+    rows: tuple[Row, ...]
+
+
+def is_log(text: str) -> bool:
+    """Whether a text looks like what nccl-tests prints or writes."""
+    return bool(_HEAD.search(text)) or (text.lstrip().startswith("{") and '"bus_bw"' in text)
+
+
+def read(text: str, where: str = "nccl-tests") -> Log:
+    """Read a log. Raises CollectiveError if there are no figures in it."""
+    if text.lstrip().startswith("{"):
+        collective, ranks, rows = _from_json(parse_json(text, where, CollectiveError), where)
+    else:
+        found = _PROGRAM.search(text)
+        collective = NAMES[found[1]] if found else ""
+        ranks, rows = 0, [*_from_text(text, where)]
+    kept = sorted((row for row in rows if row.nbytes and row.seconds > 0), key=lambda r: r.nbytes)
+    if not kept:
+        raise CollectiveError(f"{where}: no figures of nccl-tests in it")
+    if not ranks and collective in _FACTORS:
+        ranks = _ranks_of(collective, max(kept, key=lambda row: row.nbytes).factor)
+    return Log(collective, ranks, tuple(kept))
+
+
+def _from_text(text: str, where: str) -> Iterator[Row]:
+    columns: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.strip().lstrip("#").split()
+        if _HEAD.search(line):
+            columns = words
+            continue
+        if not columns or line.lstrip().startswith("#") or not words or not words[0].isdigit():
+            continue
+        # a line that was cut short, or columns that have been added behind those of the header
+        at = {name: columns.index(name) for name in ("time", "algbw", "busbw")}
+        if len(words) < len(columns):
+            raise CollectiveError(
+                f"{where}: line {number} has {len(words)} columns, not {len(columns)}: was the "
+                "text cut short?"
+            )
+        try:
+            seconds, algbw, busbw = (float(words[at[k]]) for k in ("time", "algbw", "busbw"))
+            told = words[at["busbw"] + 1]
+            # an older version prints the largest error, of which 1e-3 is none
+            wrong = None if told == "N/A" else int(float(told)) if float(told) >= 1 else 0
+            yield Row(int(words[0]), seconds * 1e-6, wrong, busbw / algbw if algbw >= 1 else 0.0)
+        except ValueError:
+            raise CollectiveError(
+                f"{where}: line {number}: no figures: {line.strip()[:80]!r}"
+            ) from None
+
+
+def _from_json(data: Any, where: str) -> tuple[str, int, list[Row]]:
+    try:
+        program = _PROGRAM.search(" ".join(map(str, data.get("args", ()))))
+        rows = []
+        for row in data["results"]:
+            side = row.get("out_of_place") or row["in_place"]
+            time = side["time"] if "time" in side else side["cpu_time"]
+            wrong = side.get("nwrong")
+            factor = side["bus_bw"] / side["alg_bw"] if side["alg_bw"] >= 1 else 0.0
+            rows.append(Row(int(row["size"]), float(time) * 1e-6,
+                            None if wrong is None else int(wrong), factor))  # fmt: skip
+        devices = data.get("devices") or ()
+        return NAMES[program[1]] if program else "", len(devices), rows
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CollectiveError(f"{where}: no JSON of nccl-tests: {error!r}") from None
+
+
+_FACTORS = {"allreduce": 2, "allgather": 1, "reduce_scatter": 1, "alltoall": 1}
+"""busbw = algbw * factor * (n - 1) / n."""
+
+
+def _ranks_of(collective: str, factor: float) -> int:
+    """The ranks by a ratio with two or three digits; 0 if several numbers of them fit."""
+    share = factor / _FACTORS[collective]
+    near = [n for n in range(2, 65) if abs((n - 1) / n - share) < 0.002]
+    return near[0] if len(near) == 1 else 0
+
+
+# ---- judging -------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A measured size beside the best plan of ours and the bound; rates are algbw in bytes/s."""
+
+    nbytes: int
+    seconds: float
+    predicted: float
+    algorithm: str
+    bound: float
+    """Infinite where there is none."""
+
+    @property
+    def algbw(self) -> float:
+        return self.nbytes / self.seconds
+
+    @property
+    def share(self) -> float:
+        return self.algbw / self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What to say of a log: its rows, and sentences."""
+
+    collective: str
+    rows: tuple[Judged, ...]
+    sentences: tuple[str, ...]
+
+
+_DOMINATES = 2.0
+"""Below the size at which a message takes so many times the shortest one, start-up dominates."""
+_FASTER = 1.2
+"""From where on a plan of ours is said to be faster: predictions are within a fifth."""
+
+
+def judge(log: Log, topology: Topology, collective: str = "") -> Judgement:
+    """Compare a log with the machine on which it was made.
+
+    collective: what was measured, where the log does not tell.
+    Raises CollectiveError if it is of another number of ranks, or tells another collective.
+    """
+    kind = log.collective or collective
+    if not kind:
+        raise CollectiveError("the log does not tell the collective: name it with --collective")
+    if collective and kind != collective:
+        raise CollectiveError(f"the log is of {kind}, not of {collective}")
+    size = len(topology.gpus)
+    if log.ranks and log.ranks != size:
+        raise CollectiveError(
+            f"the log is of {log.ranks} ranks, but {topology.name} has {size} GPUs: name those on "
+            "which it was made"
+        )
+    best = bound(topology, kind).algbw if kind in BOUNDED else float("inf")
+    rows = []
+    for row in log.rows:
+        plan = plan_collective(kind, topology, _whole(row.nbytes, kind, size))
+        predicted = simulate(plan, topology, row.nbytes).seconds
+        rows.append(Judged(row.nbytes, row.seconds, predicted, plan.algorithm, best))
+    return Judgement(kind, tuple(rows), tuple(_sentences(log, rows, topology, kind)))
+
+
+def _whole(nbytes: int, collective: str, size: int) -> int:
+    """The size in whole blocks, where there are such."""
+    return -(-nbytes // size) * size if collective == "alltoall" else nbytes
+
+
+def _sentences(log: Log, rows: list[Judged], topology: Topology, kind: str) -> Iterator[str]:
+    wrong = [row for row in log.rows if row.wrong]
+    if wrong:
+        yield (
+            f"{len(wrong)} sizes have wrong results, the first {size_text(wrong[0].nbytes)}: look "
+            "into that before any time"
+        )
+    elif any(row.wrong is None for row in log.rows):
+        yield "results were not checked (-c 0)"
+    peak = max(rows, key=lambda row: row.algbw)
+    if peak.share < float("inf") and peak.share > 0:
+        yield f"at {size_text(peak.nbytes)} you reach {peak.share:.0%} of what these links allow"
+    if peak.share > 1:
+        reduced = reducing_bound(topology) if kind == "allreduce" else None
+        if reduced and peak.algbw <= reduced.algbw:
+            yield (
+                f"that is above the bound without switches that reduce, so NVLS was used; with "
+                f"them the links allow {reduced.algbw / 1e9:.4g} GB/s, of which it is "
+                f"{peak.algbw / reduced.algbw:.0%}"
+            )
+        else:
+            yield "no algorithm can do that: is the log of another machine, or of faster links?"
+    least = min(row.seconds for row in rows)
+    slow = [row for row in rows if row.seconds < _DOMINATES * least]
+    if len(slow) > 1 and slow[-1] is not rows[-1]:
+        above = rows[rows.index(slow[-1]) + 1].nbytes
+        yield (
+            f"below {size_text(above)} start-up dominates: {least * 1e6:.0f} us even for "
+            f"{size_text(min(rows, key=lambda row: row.seconds).nbytes)}"
+        )
+    yield from _compared(rows)
+
+
+def _compared(rows: list[Judged]) -> Iterator[str]:
+    """Where plans of ours are predicted to be faster, and where not."""
+    runs: list[list[Judged]] = []
+    for row in rows:
+        gains = row.seconds > _FASTER * row.predicted
+        if gains and runs and rows.index(runs[-1][-1]) == rows.index(row) - 1:
+            runs[-1].append(row)
+        elif gains:
+            runs.append([row])
+    for run in runs:
+        most = max(run, key=lambda row: row.seconds / row.predicted)
+        names = ", ".join(dict.fromkeys(row.algorithm for row in run))
+        sizes = size_text(run[0].nbytes)
+        sizes = f"from {sizes} to {size_text(run[-1].nbytes)}" if len(run) > 1 else f"at {sizes}"
+        yield (
+            f"{sizes} plans of ours are predicted to be faster, up to "
+            f"{most.seconds / most.predicted:.1f} times, not counting launches: {names}"
+        )
+    if not runs:
+        yield "at no size is a plan of ours predicted to be faster by a fifth"

@@ -1,0 +1,150 @@
+"""Logs of nccl-tests: read, and judged beside predictions and bounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from linkweave import topology
+from linkweave.bench.command.cli import app
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.foreign import nccl_tests
+
+V100 = {
+    8: 48.46, 1024: 48.88, 65536: 52.78, 131072: 56.56, 262144: 60.26, 524288: 61.48,
+    1048576: 89.27, 2097152: 119.6, 4194304: 147.4, 8388608: 203.8, 16777216: 324.1,
+    33554432: 550.8, 67108864: 992.7, 134217728: 1818.8,
+}  # fmt: skip
+"""us of all-reduces on 8 V100 in 2019: figures of all_reduce_perf in NCCL's issue tracker."""
+
+
+def old(times: dict[int, float], ranks: int = 8, program: str = "all_reduce_perf") -> str:
+    """As NCCL 2.4's time printed."""
+    lines = [
+        f"# {program}", "#       size         count    type   redop     time   algbw   busbw  error"
+        "     time   algbw   busbw  error",
+        "#        (B)    (elements)                     (us)  (GB/s)  (GB/s)            (us)  "
+        "(GB/s)  (GB/s)",
+    ]  # fmt: skip
+    for nbytes, us in times.items():
+        rate = nbytes / us * 1e-3
+        bus = rate * 2 * (ranks - 1) / ranks
+        side = f"{us:9.2f} {rate:7.2f} {bus:7.2f}  1e-07"
+        lines.append(f"{nbytes:12d} {nbytes // 4:13d}   float     sum {side} {side}")
+    return "\n".join(lines)
+
+
+def new(times: dict[int, float], wrong: str = "0") -> str:
+    """As 2.18 prints."""
+    lines = [
+        "# nccl-tests version 2.18.0 nccl-headers=23000 nccl-library=23000",
+        "# Collective test starting: all_reduce_perf",
+        "#                                                              out-of-place"
+        "                       in-place          ",
+        "#       size         count      type   redop    root     time   algbw   busbw  #wrong     "
+        "time   algbw   busbw  #wrong ",
+        "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)             "
+        "(us)  (GB/s)  (GB/s)         ",
+    ]  # fmt: skip
+    for nbytes, us in times.items():
+        rate = nbytes / us * 1e-3
+        side = f"{us:9.2f} {rate:7.2f} {rate * 1.75:7.2f} {wrong:>6}"
+        lines.append(f"{nbytes:12d} {nbytes // 4:13d}     float     sum      -1 {side} {side}")
+    return "\n".join([*lines, "# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 1.5"])
+
+
+def written(times: dict[int, float], program: str = "./build/all_reduce_perf") -> str:
+    rows: list[dict[str, Any]] = [
+        {"size": n, "count": n // 4, "type": "float", "redop": "sum", "root": "    -1",
+         "out_of_place": {"time": us, "alg_bw": n / us * 1e-3, "bus_bw": n / us * 1.75e-3,
+                          "nwrong": 0.0},
+         "in_place": {"time": us, "alg_bw": 1.0, "bus_bw": 1.0, "nwrong": None}}
+        for n, us in times.items()
+    ]  # fmt: skip
+    return json.dumps({"version": 3, "args": [program], "devices": [{}] * 8, "results": rows})
+
+
+@pytest.mark.parametrize("text", [old(V100), new(V100), written(V100)])
+def test_each_form_is_read(text: str) -> None:
+    assert nccl_tests.is_log(text)
+    log = nccl_tests.read(text)
+    assert (log.collective, log.ranks) == ("allreduce", 8)
+    assert {row.nbytes: pytest.approx(row.seconds * 1e6) for row in log.rows} == V100
+    assert not any(row.wrong for row in log.rows)
+
+
+def test_the_figures_of_a_dgx1() -> None:
+    """134,217,728 bytes in 1,818.8 us are 73.8 GB/s, 86 % of 24/7 links of 25 GB/s."""
+    told = nccl_tests.judge(nccl_tests.read(old(V100)), topology.load("dgx1-v100"))
+    last = told.rows[-1]
+    assert last.bound == pytest.approx(24 / 7 * 25e9)
+    assert f"{last.algbw / 1e9:.2f} {last.share:.3f}" == "73.79 0.861"
+    words = ". ".join(told.sentences)
+    assert "at 128 MiB you reach 86% of what these links allow" in words
+    assert "below 2 MiB start-up dominates: 48 us even for 8 bytes" in words
+    assert "from 8 bytes to 32 MiB plans of ours are predicted to be faster" in words
+    assert told.rows[0].algorithm == "one_shot" and told.rows[-1].algorithm == "packed_trees"
+
+
+def test_switches_that_reduce_are_recognised() -> None:
+    """273 GB/s on 8 H100, above what is possible without them."""
+    n = 8 << 30
+    told = nccl_tests.judge(
+        nccl_tests.read(new({1 << 20: 30.0, n: n / 273e9 * 1e6})), topology.load("dgx-h100")
+    )
+    words = ". ".join(told.sentences)
+    assert "you reach 106% of what these links allow. that is above the bound without" in words
+    assert "the links allow 450 GB/s, of which it is 61%" in words
+    told = nccl_tests.judge(nccl_tests.read(new({n: n / 200e9 * 1e6})), topology.load("dgx1-v100"))
+    assert "no algorithm can do that" in ". ".join(told.sentences)
+
+
+def test_what_is_wrong_is_told_first() -> None:
+    wrong = nccl_tests.judge(nccl_tests.read(new(V100, "3")), topology.load("dgx1-v100"))
+    assert wrong.sentences[0].startswith("14 sizes have wrong results, the first 8 bytes")
+    unseen = nccl_tests.judge(nccl_tests.read(new(V100, "N/A")), topology.load("dgx1-v100"))
+    assert unseen.sentences[0] == "results were not checked (-c 0)"
+
+
+def test_logs_that_do_not_fit() -> None:
+    log = nccl_tests.read(old(V100))
+    with pytest.raises(CollectiveError, match="of 8 ranks, but mesh-4 has 4 GPUs"):
+        nccl_tests.judge(log, topology.load("mesh-4"))
+    with pytest.raises(CollectiveError, match="is of allreduce, not of broadcast"):
+        nccl_tests.judge(log, topology.load("dgx1-v100"), "broadcast")
+    nameless = nccl_tests.read(old(V100, program="my benchmark"))
+    with pytest.raises(CollectiveError, match="name it with --collective"):
+        nccl_tests.judge(nameless, topology.load("dgx1-v100"))
+    assert nccl_tests.judge(nameless, topology.load("dgx1-v100"), "allreduce").rows
+    for text in ("", "{}", '{"results": 3}', old({})):
+        with pytest.raises(CollectiveError):
+            nccl_tests.read(text)
+    short = old(V100).rsplit(" ", 6)[0]
+    with pytest.raises(CollectiveError, match="was the text cut short"):
+        nccl_tests.read(short)
+
+
+def test_other_collectives() -> None:
+    for program, kind in nccl_tests.NAMES.items():
+        log = nccl_tests.read(old({1 << 16: 60.0, 1 << 24: 400.0}, program=f"{program}_perf"))
+        assert log.collective == kind
+        machine = topology.load("dgx1-v100")
+        if kind == "allreduce":
+            assert log.ranks == 8
+        else:
+            log = nccl_tests.Log(kind, 0, log.rows)
+        told = nccl_tests.judge(log, machine)
+        assert len(told.rows) == 2 and told.rows[1].predicted > 0
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(new(V100))
+    done = CliRunner().invoke(app, ["judge", str(path), "--topo", "dgx1-v100"])
+    assert done.exit_code == 0 and "At 128 MiB you reach 86% of what" in done.stdout
+    done = CliRunner().invoke(app, ["judge", str(path), "--topo", "dgx1-v100", "--json"])
+    assert len(json.loads(done.stdout)["rows"]) == len(V100)
