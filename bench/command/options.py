@@ -135,10 +135,11 @@ MeasuredOption = Annotated[
 ]  # fmt: skip
 ToOption = Annotated[
     tuple[str, Path] | None,
-    typer.Option("--to", metavar="ENGINE FILE", help="Write the plan for another engine: mscclpp."),
+    typer.Option("--to", metavar="ENGINE FILE", help="Write the plan for mscclpp or nccl."),
 ]  # fmt: skip
 PlanFileOption = Annotated[
-    Path | None, typer.Option("--plan", metavar="FILE", help="A plan as plan --json prints it.")
+    Path | None,
+    typer.Option("--plan", metavar="FILE", help="A plan of plan --json, or NCCL's graph (XML)."),
 ]
 ProfileOption = Annotated[
     str,

@@ -15,6 +15,7 @@ import typer
 from linkweave import collectives
 from linkweave.bench.command import options
 from linkweave.collectives import CollectiveError, Explanation, Plan
+from linkweave.collectives.foreign import mscclpp, nccl_graph
 from linkweave.collectives.foreign.mscclpp_export import exported
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.cost import MAX_CHUNKS
@@ -29,11 +30,23 @@ from linkweave.topology.timings import measured_seconds
 MOST_CHUNKS = 8 * MAX_CHUNKS
 
 
-def read_plan(path: Path, machine: Topology) -> Plan:
-    """Read a plan from JSON and verify it on the machine. Raises CollectiveError."""
-    made = Plan.from_json(read(str(path)))
-    collectives.verify(made, machine)
-    return made
+LARGE = 64 << 20
+"""Bytes for which a plan is made where no size is asked for."""
+
+
+def read_plans(path: Path, machine: Topology, nbytes: int = LARGE) -> list[Plan]:
+    """Read a plan of ours, or the rings and chains of an NCCL graph, as all-reduces of so many
+    bytes, and verify them on the machine. Raises CollectiveError."""
+    text = read(str(path))
+    if mscclpp.is_plan(text):
+        raise CollectiveError(f"{path} is a plan of MSCCL++: linkweave verify proves it")
+    if not nccl_graph.is_graph(text):
+        made = Plan.from_json(text)
+        collectives.verify(made, machine)
+        return [made]
+    graphs = nccl_graph.read(text, str(path))
+    taken = [graphs[kind] for kind in (nccl_graph.RING, nccl_graph.TREE) if kind in graphs]
+    return [collectives.plan_allreduce(machine, nbytes, graph.algorithm) for graph in taken]
 
 
 def plan(
@@ -90,7 +103,7 @@ def plan(
     print(text)
 
 
-ENGINES = ("mscclpp",)
+ENGINES = ("mscclpp", "nccl")
 
 
 def check_engine(engine: str, path: Path) -> None:
@@ -102,6 +115,12 @@ def check_engine(engine: str, path: Path) -> None:
 
 def write_for(engine: str, path: Path, made: Plan, machine: Topology, nbytes: int) -> str:
     """Write a plan in an engine's form; says what was written."""
+    if engine == "nccl":
+        graphs = nccl_graph.of_plan(made, machine)
+        path.write_text(nccl_graph.write(graphs))
+        count = len(graphs[0].channels)
+        several = "s"[: count != 1]
+        return f"{path}: {count} channel{several}, for NCCL_GRAPH_FILE; NCCL sizes its own chunks"
     foreign = exported(made, nbytes, machine)
     path.write_text(foreign.to_json() + "\n")
     return f"{path}: {engine} takes it for messages of {foreign.least} to {foreign.most} bytes"

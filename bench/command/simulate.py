@@ -11,11 +11,13 @@ from rich.progress import Progress
 
 from linkweave import collectives
 from linkweave.bench.command import options
-from linkweave.bench.command.plans import check_chunks, one_of, read_plan
+from linkweave.bench.command.plans import check_chunks, one_of, read_plans
 from linkweave.collectives import CollectiveError, Plan
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose
 from linkweave.collectives.planning.simulate import Timeline
+from linkweave.topology import bound
+from linkweave.topology.bounds import BOUNDED
 
 LEGEND = (
     "busiest link: share of the time in which it carries bytes; detours: connections over another "
@@ -45,14 +47,19 @@ def simulate(
     nbytes = options.parse_size(size)
     check_chunks(chunks)
     options.writable(trace=trace)
-    given, chosen = None, None
+    given: list[Plan] = []
+    chosen = None
     if plan is not None:
         if (collective, root, algorithm, chunks) != ("allreduce", 0, "all", None):
             raise CollectiveError(
                 "--plan has its own collective, root, algorithm and chunks: leave those out"
             )
-        given = read_plan(plan, found)
-        collective, root, names = given.collective, given.root, (given.algorithm,)
+        given = read_plans(plan, found, nbytes)
+        collective, root = given[0].collective, given[0].root
+        names = tuple(made.algorithm for made in given)
+        if len(given) > 1 and trace is None:  # of NCCL, beside what it could be given
+            given += [collectives.plan_allreduce(found, nbytes, name) for name in ("ring", "chain")]
+            names += ("ring", "chain")
     else:
         with options.console.status("planning"):
             collectives.plan_collective(collective, found, nbytes, root)  # refuses what is wrong
@@ -65,10 +72,10 @@ def simulate(
     with Progress(
         console=options.console, transient=True, disable=not options.console.is_terminal
     ) as progress:
-        for name in progress.track(names, description="simulating"):
-            made = given or collectives.plan_collective(
+        for at, name in enumerate(progress.track(names, description="simulating")):
+            made = given[at] if given else collectives.plan_collective(
                 collective, found, nbytes, root, name, chunks
-            )
+            )  # fmt: skip
             line = collectives.simulate(made, found, nbytes)
             rows.append(_row(made, line))
             if trace:
@@ -79,6 +86,8 @@ def simulate(
         print(json.dumps({**what, "auto": chosen, "rows": rows}))
         return
     taken = f"; auto takes {chosen}" if chosen else f" by {plan}"
+    if len(given) > 1 and collective in BOUNDED:
+        taken += f", where at most {bound(found, collective).algbw / 1e9:.2f} GB/s are possible"
     print(f"{collective} of {size_text(nbytes)} on {found.name}{taken}")
     print(options.table(
         ("algorithm", "chunks", "us", "GB/s", "first chunk us", "busiest link", "detours", ""),

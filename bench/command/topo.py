@@ -27,8 +27,8 @@ def topo(
     png: Annotated[Path | None, typer.Option(help="Draw the machine to this PNG file.")] = None,
     plan: Annotated[
         str | None,
-        typer.Option(help="Draw a plan over the links: a file that plan --json wrote, or one of "
-                          f"{', '.join(ALGORITHMS['allreduce'])}."),
+        typer.Option(help="Draw a plan over the links: a file that plan --json wrote, an NCCL "
+                          f"graph (its rings), or one of {', '.join(ALGORITHMS['allreduce'])}."),
     ] = None,
     part: Annotated[
         int | None,
@@ -63,7 +63,7 @@ def topo(
                 f"--plan: {plan!r} is neither a file nor an algorithm; algorithms are "
                 f"{', '.join(ALGORITHMS['allreduce'])}"
             )
-        drawn = plans.read_plan(Path(plan), found)
+        drawn = plans.read_plans(Path(plan), found)[0]
     if compare is not None:
         other = topology.load(compare)
         if as_json:

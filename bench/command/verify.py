@@ -8,14 +8,18 @@ from typing import Annotated
 import typer
 
 from linkweave.bench.command import options
-from linkweave.collectives.foreign import mscclpp, mscclpp_proof
+from linkweave.bench.command.plans import read_plans
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.foreign import mscclpp, mscclpp_proof, nccl_graph
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.verify import check_form, check_links, prove
 from linkweave.topology.loading import read
 
 
 def verify(
-    file: Annotated[Path, typer.Argument(help="A plan: of plan --json, or MSCCL++'s JSON.")],
+    file: Annotated[
+        Path, typer.Argument(help="A plan of plan --json, MSCCL++'s JSON, or NCCL's graph (XML).")
+    ],
     topo: Annotated[
         str, typer.Option("--topology", "--topo", "-t", help="The machine whose links it may use.")
     ] = "",
@@ -35,6 +39,14 @@ def verify(
             f"{blocks} thread blocks, by MSCCL++"
         )
         shown.append("that executions may follow one another")
+    elif nccl_graph.is_graph(text):
+        if machine is None:
+            raise CollectiveError("an NCCL graph is of a machine: name it with --topo")
+        plans = read_plans(file, machine)
+        remark = ""
+        print(f"{file.name}: {', '.join(made.algorithm for made in plans)} of {plans[0].size} GPUs")
+        for made in plans:
+            remark = "; ".join((remark, *made.notes)).lstrip("; ")
     else:
         made = Plan.from_json(text)
         remark = ""

@@ -73,13 +73,13 @@ _ELSEWHERE = {
 }
 
 
-def compare_exchanges(transport: Transport, exchange: Any, options: Any = ()) -> None:
+def compare_exchanges(transport: Transport, exchange: Any, **options: Any) -> None:
     """Raise CollectiveError on every rank unless all have this exchange, and these options."""
     if (other := parted(transport, repr((exchange, options)))) is not None:
+        words = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise CollectiveError(
             f"ranks 0 and {other} have different exchanges or options; this rank's is {exchange!r} "
-            "with schedule, chained, broadcast_buffers, check_divergence, reduce_dtype and the "
-            f"scaler's scale {options}"
+            f"with {words}"
         )
 
 

@@ -124,9 +124,11 @@ class DataParallel(nn.Module):
         for optimizer in optimizers:
             refuse_another_scaler(optimizer, scale)
         plan = schedule if isinstance(schedule, str) else "a Schedule"
-        first_scale = scale and scale.scaler.get_scale()
-        options = plan, chained, broadcast_buffers, check_divergence, reduce_dtype, first_scale
-        compare_exchanges(transport, exchange, options)
+        compare_exchanges(
+            transport, exchange, schedule=plan, chained=chained,
+            broadcast_buffers=broadcast_buffers, check_divergence=check_divergence,
+            reduce_dtype=reduce_dtype, scaler=scale and scale.options,
+        )  # fmt: skip
         spec = exchange if isinstance(exchange, GTopK) else None
         embeddings = Embeddings()
         before: Any = Hook(self._before_state)

@@ -44,7 +44,8 @@ class GTopKState:
         """Steps so far."""
         self._group, self._transport = group, transport_of(group)
         if self._transport:
-            compare_exchanges(self._transport, self.spec)
+            options = self._scale and self._scale.options
+            compare_exchanges(self._transport, self.spec, scaler=options)
             self._run_on("cpu")
         self._threads = ThreadPoolExecutor(1, "linkweave-gtopk")  # a lane beside backward
         self._stream: Any = None  # the lane on a GPU

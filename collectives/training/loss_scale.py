@@ -18,6 +18,12 @@ class LossScale:
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler: Any = scaler
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What all ranks' scalers must have in common. The host waits."""
+        options: dict[str, Any] = self.scaler.state_dict()
+        return options
+
     def check(self) -> None:
         """Raise CollectiveError if no loss has been scaled."""
         if self.scaler._scale is None:
@@ -37,8 +43,8 @@ class LossScale:
         stage = self.scaler._per_optimizer_states[id(optimizer)]["stage"]
         if stage is not UNSCALED and "found_inf" not in optimizer.__dict__:
             raise CollectiveError(
-                f"{type(optimizer).__name__} steps on gradients that are still scaled: call "
-                "scaler.step(optimizer) of the GradScaler given as scaler="
+                f"{type(optimizer).__name__} steps outside of the GradScaler given as scaler=: "
+                "call scaler.step(optimizer), once before scaler.update()"
             )
 
 

@@ -72,7 +72,11 @@ class SparseExchange:
     def begin(self) -> None:
         """Begin a step."""
         if self.average_of.scale:
-            self.average_of.scale.check()
+            try:
+                self.average_of.scale.check()
+            except CollectiveError:  # of this rank alone, maybe
+                self._transport.abort()
+                raise
         self._sent, self.bad = {}, ()
 
     def part(self, op: Op) -> Op:
@@ -269,6 +273,11 @@ class SparseAverage:
         """
         if self.scale is None:
             return self._average(lane, x, residual, counts, density)
+        if x.dtype == torch.float16:
+            raise CollectiveError(
+                "GTopK takes float32 and bfloat16 gradients with a GradScaler: float16 cannot hold "
+                "them without the scale"
+            )
         scale = self.scale.on(x.device)
         x.div_(scale)
         sent = self._average(lane, x, residual, counts, density)

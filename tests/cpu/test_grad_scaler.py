@@ -17,6 +17,9 @@ from torch.nn import functional
 from linkweave import DataParallel, GTopK, ShardedEmbedding, collectives, prefetch
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.distributed import GTopKState, gtopk_hook
+from linkweave.collectives.training.loss_scale import LossScale
+from linkweave.collectives.training.sparse_exchange import SparseAverage
+from tests.cpu.fake_ranks import FakeTransport
 
 WORDS, STEPS = 30, 12
 OVERFLOW = 7
@@ -115,9 +118,11 @@ def test_a_scale_changes_no_bit(exchange: Any, options: dict[str, Any], size: in
         assert without == scaled == rows[0][0]
 
 
-def overflowing(rank: int, exchange: Any, where: str) -> tuple[float, list[float], list[float]]:
+def overflowing(
+    rank: int, exchange: Any, where: str, clips: bool = False
+) -> tuple[float, list[float], list[float]]:
     """(the scale at the end, parameters before and after the step that is skipped)."""
-    loop = Loop(exchange, torch.amp.GradScaler("cpu", init_scale=512.0))
+    loop = Loop(exchange, torch.amp.GradScaler("cpu", init_scale=512.0), clips=clips)
     for step, ids in enumerate(prefetch(batches(rank))):
         before = loop.parameters() if step == OVERFLOW else []
         mine = rank == 1 and step == OVERFLOW
@@ -153,12 +158,33 @@ def test_all_ranks_skip_a_step(exchange: Any) -> None:
         assert scale == 256 and before == after == rows[0][1]
 
 
-def test_rows_alone_that_are_not_finite_are_seen_on_all_ranks() -> None:
-    """As on one rank, the other optimizer steps."""
-    rows = collectives.spawn(overflowing, 3, args=("dense", "rows"), timeout=100)
+@pytest.mark.parametrize("clips", [False, True])
+def test_rows_alone_that_are_not_finite_are_seen_on_all_ranks(clips: bool) -> None:
+    """As on one rank, the other optimizer steps, with clipping by nothing but its momentum."""
+    rows = collectives.spawn(overflowing, 3, args=("dense", "rows", clips), timeout=100)
     for scale, before, after in rows:
         assert scale == 256
         assert before[-WORDS * 8 :] == after[-WORDS * 8 :] and before != after
+
+
+def dropped(rank: int, own: bool) -> float:
+    """A loop that drops gradients in its own way."""
+    loop = Loop("dense", torch.amp.GradScaler("cpu", init_scale=512.0))
+    for optimizer in loop.optimizers if own else ():
+        optimizer.zero_grad = lambda optimizer=optimizer: [
+            setattr(p, "grad", None) for group in optimizer.param_groups for p in group["params"]
+        ]
+    for step, ids in enumerate(prefetch(batches(rank))):
+        loop.step(ids, float("inf") if rank == 1 and step == OVERFLOW else 1.0)
+    loop.parameters()
+    scale: float = loop.scaler.get_scale()
+    loop.close()
+    return scale
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loop_goes_on_after_a_skipped_step(own: bool) -> None:
+    assert collectives.spawn(dropped, 2, args=(own,), timeout=100) == [256.0] * 2
 
 
 def hooked(rank: int, scaled: bool) -> list[float]:
@@ -176,6 +202,23 @@ def hooked(rank: int, scaled: bool) -> list[float]:
     residual = state.state_dict(model)["residual"]
     every = *model.parameters(), *(residual[name] for name in sorted(residual))
     return [float(x) for p in every for x in p.flatten()]
+
+
+def hooks_part(rank: int) -> str:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if rank == 0 else None
+    return refused(lambda: GTopKState(density=0.02, scaler=scaler))
+
+
+def test_hooks_of_other_scalers_are_refused() -> None:
+    assert all("different exchanges" in said for said in run(2, hooks_part, backend="gloo"))
+
+
+def test_float16_is_refused_with_a_scale() -> None:
+    scaler: Any = scaler_of()
+    scaler.scale(torch.ones(()))
+    average = SparseAverage(FakeTransport(0, 2), "gtopk", False, LossScale(scaler))  # type: ignore[arg-type]
+    with pytest.raises(CollectiveError, match="float32 and bfloat16"):
+        average(0, torch.zeros(4, dtype=torch.float16), torch.zeros(4), [4], 0.5)
 
 
 def test_a_hook_of_ddp_keeps_residuals_without_the_scale() -> None:
@@ -228,6 +271,11 @@ def more_faults(rank: int) -> dict[str, str]:
     loss = functional.cross_entropy(loop.head(loop.table(ids)), ids)
     loop.scaler.scale(loss).backward()
     said["fused"] = refused(lambda: loop.scaler.step(fused))
+    loop.scaler.update()
+    loss = functional.cross_entropy(loop.head(loop.table(ids)), ids)
+    loop.scaler.scale(loss).backward()
+    loop.scaler.unscale_(fused)
+    said["fused and unscaled"] = refused(lambda: loop.scaler.step(fused))
     loop.close()
 
     narrow = Words(2)
@@ -248,7 +296,9 @@ def test_faults() -> None:
         assert "has another scaler=" in said["an optimizer of two"]
         assert "has scaled no loss" in said["a loss that is not scaled"]
     for said in collectives.spawn(more_faults, 3, timeout=100):
-        assert "leave fused out" in said["fused"]
+        assert (
+            "leave fused out" in said["fused"] and "leave fused out" in said["fused and unscaled"]
+        )
         assert "2 columns for 3 ranks" in said["columns"]
         assert "must be a torch.amp.GradScaler or None, not 8.0" in said["kind"]
         assert "different exchanges or options" in said["ranks differ"]

@@ -28,6 +28,7 @@ class Embeddings:
     def __init__(self) -> None:
         self.named: dict[str, ShardedEmbedding] = {}
         self._rows: dict[int, RowOptimizer] = {}  # by the identity of the optimizer
+        self._shown: set[str] = set()  # those whose weights have gradients for a scaler
         self._handles: list[Any] = []
 
     def attach(
@@ -47,7 +48,8 @@ class Embeddings:
         for name, embedding in self.named.items():
             if embedding.schedule is None:
                 raise CollectiveError(f"ShardedEmbedding {name} is of one rank, or closed")
-            if scaled and embedding.embedding_dim < transport.size:
+            trained = embedding.weight.requires_grad
+            if scaled and trained and embedding.embedding_dim < transport.size:
                 raise CollectiveError(
                     f"ShardedEmbedding {name} has {embedding.embedding_dim} columns for "
                     f"{transport.size} ranks: a GradScaler needs one on each to see its gradients"
@@ -97,6 +99,10 @@ class Embeddings:
 
     def end_backward(self) -> None:
         for name, embedding in self.named.items():
+            if name in self._shown and embedding.weight.grad is None:  # dropped by the loop itself
+                self._shown.remove(name)
+                if embedding.schedule is not None:
+                    embedding.schedule.drop()
             held = any(embedding in rows.embeddings for rows in self._rows.values())
             if embedding.schedule is not None and (held or not embedding.weight.requires_grad):
                 embedding.schedule.end_backward()
@@ -106,20 +112,24 @@ class Embeddings:
             self._show()
 
     def _show(self) -> None:
-        """Let each weight have the average gradient of its rows, in this rank's columns; NaN on
-        all ranks if it is not finite on one."""
+        """Let each weight have the average gradient of its rows, in this rank's columns. If it is
+        not finite on one rank, it is infinite on all, or NaN."""
         values = []
-        for embedding in self.named.values():
+        for name, embedding in self.named.items():
             if (schedule := embedding.schedule) is not None and schedule.sends:
                 embedding.weight.grad = schedule.as_gradient()
                 if embedding.weight.grad is not None:
                     values.append(embedding.weight.grad._values())
+                    self._shown.add(name)
         if not values:
             return
-        bad = torch.stack([~x.isfinite().all() for x in values]).float()
+        found = [[~x.isfinite().all(), x.isnan().any()] for x in values]
+        bad = torch.stack([flag for flags in found for flag in flags]).float()
         self._transport.total(bad)
-        for x, factor in zip(values, torch.where(bad > 0, torch.nan, 1.0), strict=True):
-            x.mul_(factor)
+        infinite, none = (bad > 0).view(-1, 2).unbind(1)
+        marks = torch.where(none, torch.nan, torch.inf)
+        for x, is_bad, mark in zip(values, infinite, marks, strict=True):
+            x.copy_(torch.where(is_bad, mark.to(x.dtype), x))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """With the step of an optimizer. The optimizers step in any order."""
@@ -260,11 +270,11 @@ class RowOptimizer:
         """Begin a step, with the options as they are now."""
         if self.embeddings:
             self._check()
-            if self._optimizer.__dict__.get("grad_scale") is not None:
+            if "found_inf" in self._optimizer.__dict__:
                 raise CollectiveError(
-                    f"{self._kind.__name__} with fused=True divides gradients by the scale of a "
-                    "GradScaler in its own step, which a ShardedEmbedding does not take: leave "
-                    "fused out"
+                    f"{self._kind.__name__} with fused=True leaves it to its own step to divide by "
+                    "the scale of a GradScaler and to skip, which a ShardedEmbedding does not do: "
+                    "leave fused out"
                 )
         for embedding in self.embeddings:
             assert embedding.schedule is not None

@@ -83,6 +83,7 @@ class Gradients:
         self.counts: list[int] = []  # of these
         self.own = torch.empty(0)
         self.parts: dict[str, Rows] = {}
+        self.shown: tuple[torch.Tensor, ...] = ()  # of the current stream, in place of the parts
 
     def part(self, name: str, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The rows of each rank that are prior ones, or are not, and the gradients of this rank's,
@@ -233,7 +234,7 @@ class RowSchedule:
             self._add(gradients, part)
             apply(*gradients.parts.pop(part))
 
-        uses = [*states, *(x for part in gradients.parts.values() for x in part)]
+        uses = [*states, *gradients.shown]
         self.lane.submit("update prior", partial(update, "prior"), uses)
         for batch in self._announced:
             if batch in gradients.announced:  # whose rows are prior ones
@@ -262,12 +263,14 @@ class RowSchedule:
         found, gradients = self.averaged(), self._gradients
         if gradients is None:
             return None
+        rows = [rows for rows, _ in gradients.parts.values()]
+        self.lane.lend(*rows)
         values = torch.cat(found)
-        rows = torch.cat([rows for rows, _ in gradients.parts.values()])
+        gradients.shown = (values,)
         views = torch.split(values, [*map(len, found)])
         for (name, (some, _)), view in zip([*gradients.parts.items()], views, strict=True):
             gradients.parts[name] = some, view
-        at = rows.clamp(max=len(self._table) - 1)[None]  # that of no row has zeros
+        at = torch.cat(rows).clamp(max=len(self._table) - 1)[None]  # that of no row has zeros
         return torch.sparse_coo_tensor(at, values, self._table.shape, check_invariants=False)
 
     def finish(self) -> None:

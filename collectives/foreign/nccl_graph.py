@@ -1,0 +1,217 @@
+"""NCCL's graphs: the rings and trees that it has chosen, and that it can be given.
+
+NCCL writes them to `NCCL_GRAPH_DUMP_FILE`, and takes them from `NCCL_GRAPH_FILE`. The form is
+version 1 of `src/graph/search.cc` in NCCL 2.30. A file is of one node; its GPUs are CUDA devices.
+Inside a node, a tree is a chain in the order of its channel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from linkweave.collectives.errors import PlanError
+from linkweave.collectives.planning.algorithms.embed import Embedding
+from linkweave.collectives.planning.algorithms.over_trees import over_trees
+from linkweave.collectives.planning.algorithms.rings import around
+from linkweave.collectives.planning.algorithms.trees import Tree
+from linkweave.collectives.planning.lower import Algorithm
+from linkweave.collectives.planning.plan import Plan
+from linkweave.topology import Topology, Vertex
+from linkweave.topology.nccl_xml import Element, parse_xml
+from linkweave.topology.parts import parts_of
+
+RING, TREE = 0, 1
+KINDS = {RING: "ring", TREE: "tree", 2: "collnet chain", 3: "NVLS", 4: "collnet direct"}
+"""What a graph is, by its id."""
+_PATTERNS = {RING: 4, TREE: 3}
+MOST_CHANNELS = 32
+"""Of a ring or a tree: half of NCCL's, which it doubles itself."""
+PAYLOAD = 0.8
+"""What NCCL reckons of an NVLink: 20 of 25 GB/s (`src/graph/topo.h`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The channels of one kind: GPUs in order, and the NICs through which each enters and leaves.
+
+    speed: GB/s of each channel inside the node, as NCCL reckons. path: what its hops run over, as
+    `nvidia-smi topo -m` calls it, or NVL.
+    """
+
+    kind: int
+    channels: tuple[tuple[int, ...], ...]
+    nets: tuple[tuple[int, ...], ...] = ()
+    speed: float = 0.0
+    path: str = "NVL"
+    pattern: int = 4
+
+    def algorithm(self, topology: Topology) -> Algorithm:
+        """The all-reduce that NCCL does by these channels. Raises PlanError for kinds that are
+        neither rings nor chains, and other GPUs than the machine has."""
+        if self.kind not in _PATTERNS:
+            raise PlanError(f"linkweave has no plans of NCCL's kind {KINDS[self.kind]}")
+        size, rank_of = len(topology.gpus), {g: r for r, g in enumerate(topology.gpus)}
+        for channel in self.channels:
+            if sorted(channel) != sorted(topology.gpus):
+                raise PlanError(
+                    f"the graph is of GPUs {', '.join(map(str, sorted(channel)))}; "
+                    f"{topology.name} has {', '.join(map(str, topology.gpus))}"
+                )
+        found = [tuple(rank_of[g] for g in channel) for channel in self.channels]
+        if self.kind == RING:
+            count = len(found)
+            scatter, gather = around(found, lambda r, i: i * count + r)
+            return Algorithm("nccl_ring", size, size * count, ((*scatter, *gather),))
+        trees = []
+        for order in found:
+            above = {order[0]: order[0], **{b: a for a, b in pairwise(order)}}
+            trees.append(Tree(tuple(above[r] for r in range(size))))
+        identity = Embedding(tuple(range(size)))
+        return over_trees("nccl_chains", topology, trees, True, identity)
+
+
+def is_graph(text: str) -> bool:
+    """Whether a text looks like a file of graphs."""
+    return text.lstrip("\ufeff \t\r\n").startswith("<") and "<graphs" in text[:4000]
+
+
+def read(text: str, where: str = "NCCL graph") -> dict[int, Graph]:
+    """The graphs of a file, by kind. Raises TopologyError, with the line, where it is malformed."""
+    root = parse_xml(text, where)
+    if root.tag != "graphs" or root.attributes.get("version") != "1":
+        raise PlanError(f'{where}: line {root.line}: not NCCL\'s <graphs version="1">')
+    found: dict[int, Graph] = {}
+    for element in root.all("graph"):
+        kind = int(_number(element, "id", where))
+        if kind not in KINDS:
+            raise PlanError(f"{where}: line {element.line}: NCCL has no graph of id {kind}")
+        channels = [*element.all("channel")]
+        found[kind] = Graph(
+            kind, tuple(_devices(channel, "gpu", where) for channel in channels),
+            tuple(_devices(channel, "net", where) for channel in channels),
+            _number(element, "speedintra", where), element.attributes.get("typeintra", ""),
+            int(_number(element, "pattern", where)),
+        )  # fmt: skip
+    if not any(graph.channels for graph in found.values()):
+        raise PlanError(f"{where}: no channels in it")
+    return found
+
+
+def _devices(channel: Element, tag: str, where: str) -> tuple[int, ...]:
+    return tuple(int(_number(element, "dev", where, 16)) for element in channel.all(tag))
+
+
+def _number(element: Element, key: str, where: str, base: int = 10) -> float:
+    text = element.attributes.get(key, "")
+    try:
+        return int(text, base) if base == 16 else float(text)
+    except ValueError:
+        raise PlanError(
+            f"{where}: line {element.line}: <{element.tag}> needs a number {key}, not {text!r}"
+        ) from None
+
+
+# ---- writing -------------------------------------------------------------------------------------
+def of_plan(plan: Plan, topology: Topology) -> tuple[Graph, ...]:
+    """A plan's rings or chains as NCCL's. It takes as many channels for rings as for trees, so rings
+    come as chains as well. Raises PlanError for a plan of another kind."""
+    if plan.collective != "allreduce":
+        raise PlanError(f"NCCL takes the channels of an allreduce, not of a {plan.collective}")
+    if len(topology.gpus) < 2:
+        raise PlanError("NCCL takes graphs of two GPUs and more")
+    channels = _chains(plan, topology) if plan.trees else _rings(plan, topology)
+    if plan.detours:
+        raise PlanError("NCCL has no detours: a GPU does not forward what is not its own")
+    if len(channels) > MOST_CHANNELS:
+        raise PlanError(
+            f"NCCL takes at most {MOST_CHANNELS} channels; this plan has {len(channels)}"
+        )
+    found = []
+    for kind in (TREE,) if plan.trees else (RING, TREE):
+        hops = [hop for channel in channels for hop in _hops(channel, kind)]
+        speed, path = _speed(hops, topology)
+        found.append(Graph(kind, channels, (), speed, path, _PATTERNS[kind]))
+    return tuple(found)
+
+
+def _rings(plan: Plan, topology: Topology) -> tuple[tuple[int, ...], ...]:
+    parts = parts_of(plan, topology)
+    if not all(part.name.startswith("ring ") for part in parts):
+        raise PlanError(
+            f"NCCL takes rings and chains inside a node; {plan.algorithm} has neither: take ring "
+            "or chain"
+        )
+    return tuple(_ordered({a[0]: a[-1] for a in part.arrows}) for part in parts)
+
+
+def _ordered(after: Mapping[int, int]) -> tuple[int, ...]:
+    order = [min(after)]
+    while (following := after[order[-1]]) != order[0]:
+        order.append(following)
+    return tuple(order)
+
+
+def _chains(plan: Plan, topology: Topology) -> tuple[tuple[int, ...], ...]:
+    found = []
+    for tree in plan.trees:
+        order, below = [tree.root], tree.children(tree.root)
+        while len(below) == 1:
+            order.append(below[0])
+            below = tree.children(below[0])
+        if below:
+            raise PlanError(
+                f"{plan.algorithm} has trees that branch, of which NCCL makes chains inside a "
+                "node: take ring or chain"
+            )
+        found.append(tuple(topology.gpus[r] for r in order))
+    return tuple(found)
+
+
+def _hops(channel: Sequence[int], kind: int) -> Iterable[tuple[int, int]]:
+    ends = (channel[-1], channel[0])
+    return [*pairwise(channel), ends] if kind == RING else pairwise(channel)
+
+
+def _speed(hops: Sequence[tuple[int, int]], topology: Topology) -> tuple[float, str]:
+    """GB/s of a hop that shares its links with the others, and the longest kind of path."""
+    uses: Counter[tuple[Vertex, Vertex]] = Counter()
+    for a, b in hops:
+        for ends in pairwise(topology.hops[a, b]):
+            uses[ends] += 1
+    rates, kinds = [], set()
+    for ends, times in uses.items():
+        link = topology.by_ends[ends]
+        payload = PAYLOAD if link.kind == "nvlink" else 1.0
+        rates.append(link.bandwidth * link.count * payload / times / 1e9)
+        kinds.add(link.kind)
+    longest = max(len(topology.hops[hop]) for hop in hops)
+    if kinds == {"nvlink"}:
+        path = "NVL"
+    elif "socket" in kinds:
+        path = "SYS"
+    elif "host" in kinds:
+        path = "PHB"
+    else:
+        path = "PIX" if longest <= 3 else "PXB"
+    return int(min(rates) * 10) / 10, path
+
+
+def write(graphs: Iterable[Graph]) -> str:
+    """The text for `NCCL_GRAPH_FILE`."""
+    lines = ['<graphs version="1">']
+    for graph in graphs:
+        lines.append(
+            f'  <graph id="{graph.kind}" pattern="{graph.pattern}" crossnic="0" '
+            f'nchannels="{len(graph.channels)}" speedintra="{graph.speed:g}" '
+            f'speedinter="{graph.speed:g}" latencyinter="0" typeintra="{graph.path}" '
+            'typeinter="PIX" samechannels="0">'
+        )
+        for channel in graph.channels:
+            # newer readers take 16 for the base, older ones what the text begins with
+            gpus = [f'      <gpu dev="{dev:#x}"/>' for dev in channel]
+            lines += ["    <channel>", *gpus, "    </channel>"]
+        lines.append("  </graph>")
+    return "\n".join([*lines, "</graphs>"]) + "\n"

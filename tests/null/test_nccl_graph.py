@@ -1,0 +1,145 @@
+"""NCCL's graphs: read, simulated, drawn and written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from linkweave import collectives, topology
+from linkweave.bench.command.cli import app
+from linkweave.collectives import CollectiveError, PlanError
+from linkweave.collectives.foreign import nccl_graph
+from linkweave.collectives.foreign.nccl_graph import RING, TREE
+
+RINGS = ((0, 1, 2, 3), (0, 3, 2, 1), (0, 3, 1, 2), (0, 2, 1, 3))
+"""What NCCL 2.5 chose for GPUs 0 to 3 of a DGX-1 with V100 (a dump of the Blink+ authors)."""
+CHAINS = ((0, 3, 2, 1), (1, 2, 3, 0), (0, 3, 2, 1), (1, 2, 3, 0))
+
+
+def dump(*kinds: tuple[int, tuple[tuple[int, ...], ...]], nets: str = "") -> str:
+    lines = ['<graphs version="1">']
+    for kind, channels in kinds:
+        lines.append(
+            f'<graph id="{kind}" pattern="4" crossnic="0" nchannels="{len(channels)}" '
+            'speedintra="21" speedinter="21" typeintra="NVL" typeinter="PIX" samechannels="0">'
+        )
+        for channel in channels:
+            gpus = "".join(f'<gpu dev="{dev}"/>' for dev in channel)
+            lines.append(f"<channel>{nets}{gpus}{nets}</channel>")
+        lines.append("</graph>")
+    return "\n".join([*lines, "</graphs>"])
+
+
+def half(machine: str = "dgx1-v100") -> topology.Topology:
+    return topology.load(machine).subset(range(4))
+
+
+def algbw(graph: nccl_graph.Graph, machine: topology.Topology, nbytes: int = 1 << 26) -> float:
+    plan = collectives.plan_allreduce(machine, nbytes, graph.algorithm)
+    collectives.verify(plan, machine)
+    return collectives.simulate(plan, machine, nbytes).algbw
+
+
+def test_a_dump_is_read_and_carried_out() -> None:
+    graphs = nccl_graph.read(dump((RING, RINGS), (TREE, CHAINS)))
+    assert graphs[RING].channels == RINGS and graphs[TREE].channels == CHAINS
+    assert (graphs[RING].speed, graphs[RING].path) == (21, "NVL")
+    assert graphs[RING].nets == ((),) * 4
+    machine = half()
+    # 4 rings of 4 ranks: each link carries 3/2 of a quarter
+    assert algbw(graphs[RING], machine, 1 << 30) == pytest.approx(4 * 25e9 * 2 / 3, rel=0.01)
+    assert algbw(graphs[TREE], machine) < algbw(graphs[RING], machine)
+
+
+def test_ours_for_the_same_gpus_are_as_good() -> None:
+    machine, theirs = half(), nccl_graph.read(dump((RING, RINGS)))
+    plan = collectives.plan_allreduce(machine, 1 << 26, "ring")
+    text = nccl_graph.write(nccl_graph.of_plan(plan, machine))
+    ours = nccl_graph.read(text)
+    assert algbw(ours[RING], machine) >= algbw(theirs[RING], machine)
+    assert len(ours[TREE].channels) == len(ours[RING].channels) == 4
+    assert ours[RING].speed == 20 and ours[RING].path == "NVL"
+    # as a plan again
+    again = collectives.plan_allreduce(machine, 1 << 26, ours[RING].algorithm)
+    assert again.link_use == plan.link_use
+
+
+@pytest.mark.parametrize("machine", ["dgx1-v100", "dgx1-p100", "dgx-a100", "mesh-5", "pcie-8"])
+@pytest.mark.parametrize("algorithm", ["ring", "chain"])
+def test_written_graphs_are_read_back(machine: str, algorithm: str) -> None:
+    found = topology.load(machine)
+    plan = collectives.plan_allreduce(found, 1 << 26, algorithm)
+    graphs = nccl_graph.read(nccl_graph.write(nccl_graph.of_plan(plan, found)))
+    kind = RING if algorithm == "ring" else TREE
+    before = collectives.simulate(plan, found, 1 << 26).algbw
+    assert algbw(graphs[kind], found) == pytest.approx(before, rel=0.01)
+    assert all(len(set(channel)) == plan.size for channel in graphs[TREE].channels)
+    assert (RING in graphs) == (algorithm == "ring")  # whose ends need not be joined
+
+
+def test_the_ring_of_gpus_behind_two_switches_crosses_twice() -> None:
+    """Devices are numbered in turns, as on boards whose risers are: a ring by number would cross
+    eight times."""
+    head = "\t".join(["", *(f"GPU{i}" for i in range(8))])
+    rows = [
+        "\t".join([f"GPU{a}", *(
+            "X" if a == b else "PIX" if a % 2 == b % 2 else "SYS" for b in range(8)
+        )]) for a in range(8)
+    ]  # fmt: skip
+    machine = topology.load("\n".join([head, *rows]), gpu="a100")
+    plan = collectives.plan_allreduce(machine, 1 << 26, "ring")
+    graph = nccl_graph.of_plan(plan, machine)[RING]
+    for channel in graph.channels:
+        sides = Counter((a + b) % 2 for a, b in pairwise((*channel, channel[0])))
+        assert sides[1] == 2
+    assert graph.path == "SYS"
+
+
+def test_what_nccl_does_not_take() -> None:
+    machine = topology.load("dgx1-v100")
+    for name, words in (("packed_trees", "trees that branch"), ("one_shot", "neither"),
+                        ("overlapped_double_tree", "trees that branch")):  # fmt: skip
+        plan = collectives.plan_allreduce(machine, 1 << 26, name)
+        with pytest.raises(PlanError, match=words):
+            nccl_graph.of_plan(plan, machine)
+    plan = collectives.plan_collective("broadcast", machine, 1 << 26)
+    with pytest.raises(PlanError, match="not of a broadcast"):
+        nccl_graph.of_plan(plan, machine)
+    with pytest.raises(PlanError, match="the graph is of GPUs 0, 1, 2, 3; dgx1-v100 has 0, 1"):
+        nccl_graph.read(dump((RING, RINGS)))[RING].algorithm(machine)
+    with pytest.raises(PlanError, match="no plans of NCCL's kind NVLS"):
+        nccl_graph.read(dump((3, ((0,), (1,)))))[3].algorithm(machine)
+    for text in ("<graphs/>", "<system/>", dump((9, RINGS)), dump((RING, ())), "<graphs",
+                 dump((RING, RINGS)).replace('dev="2"', 'dev="x"')):  # fmt: skip
+        with pytest.raises(CollectiveError):
+            nccl_graph.read(text)
+
+
+def test_nets_are_read() -> None:
+    graph = nccl_graph.read(dump((RING, RINGS), nets='<net dev="1"/>'))[RING]
+    assert graph.nets == ((1, 1),) * 4
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    theirs, ours, drawn = tmp_path / "theirs.xml", tmp_path / "ours.xml", tmp_path / "g.svg"
+    theirs.write_text(dump((RING, RINGS), (TREE, CHAINS)))
+    machine = ["--topo", "dgx1-v100", "--gpus", "0-3"]
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(app, list(words))
+        assert done.exit_code == 0, done.output
+        return " ".join(done.stdout.split())
+
+    said = run("simulate", *machine, "-s", "64M", "--plan", str(theirs))
+    assert "where at most 75.00 GB/s are possible" in said
+    assert all(f" {name} " in said for name in ("nccl_ring", "nccl_chains", "ring", "chain"))
+    assert "right: " in run("verify", str(theirs), *machine)
+    run("topo", "dgx1-v100", "--gpus", "0-3", "--plan", str(theirs), "--svg", str(drawn))
+    assert "nccl_ring" in drawn.read_text() or drawn.stat().st_size > 1000
+    said = run("plan", *machine, "-s", "64M", "-a", "ring", "--to", "nccl", str(ours))
+    assert "4 channels, for NCCL_GRAPH_FILE" in said
+    assert "nccl_ring" in run("simulate", *machine, "-s", "64M", "--plan", str(ours))
