@@ -307,7 +307,7 @@ def _kinds(links: Sequence[Link]) -> str:
     named = [
         word
         for word, there in (
-            ("NVLink", "nvlink" in kinds), ("PCIe", bool(pcie)),
+            ("NVLink", "nvlink" in kinds), ("xGMI", "xgmi" in kinds), ("PCIe", bool(pcie)),
             ("the network", "network" in kinds), ("memory", "memory" in kinds),
         ) if there
     ]  # fmt: skip

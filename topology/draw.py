@@ -27,8 +27,8 @@ _MANY = 3  # more links than this side by side become one line and a number
 _FAINT = "#d4d7dd"  # physical links beneath the arrows of a plan
 _BOX = "#f6f0e0"
 _COLORS = {
-    "nvlink": "#3f7d20", "pcie": "#a0671b", "host": "#c79a5b", "socket": "#7a4a9e",
-    "network": "#2a5db0", "memory": "#4a5a75",
+    "nvlink": "#3f7d20", "xgmi": "#3f7d20", "pcie": "#a0671b", "host": "#c79a5b",
+    "socket": "#7a4a9e", "network": "#2a5db0", "memory": "#4a5a75",
 }  # fmt: skip
 _PARTS = ("#1f6fb4", "#d1481f", "#2a8f4f", "#8a4fb5", "#b8860b", "#c2408f", "#4d4d4d", "#0f9aa8")
 _CROWD = 64  # GPUs that can be drawn

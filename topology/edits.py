@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Link
+from linkweave.topology.link import DIRECT, Link
 from linkweave.topology.machines import ordered
 from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
@@ -77,7 +77,7 @@ def with_links(topology: Topology, ends: Ends) -> Topology:
     ]
     lacking = sorted(between - set(topology.by_ends), key=str)
     assumed = Link(0, 1, speeds.NVLINK, 1, 5.0, "nvlink", True)
-    nvlink = next((k for k in topology.links if k.kind == "nvlink"), assumed)
+    nvlink = next((k for k in topology.links if k.kind in DIRECT), assumed)
     for a, b in lacking:
         like = topology.by_ends.get((b, a), nvlink)
         links.append(replace(like, src=a, dst=b, count=more))

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from linkweave.topology.checks import integer
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import LARGEST, GpuId, Link
+from linkweave.topology.link import DIRECT, LARGEST, GpuId, Link
 from linkweave.topology.routes import Vertex, between, connects, routes
 from linkweave.topology.timings import Timing
 
@@ -84,12 +84,12 @@ class Graph:
     def fabric(self) -> tuple[Link, ...]:
         """The links that collectives use.
 
-        NVLinks alone if they connect all GPUs; otherwise all links except dead ends, such as a NIC
-        of a machine that is not part of a cluster.
+        NVLinks or xGMI links alone if they connect all GPUs; otherwise all links except dead ends,
+        such as a NIC of a machine that is not part of a cluster.
         """
-        nvlinks = tuple(link for link in self.links if link.kind == "nvlink")
-        if connects([(k.src, k.dst) for k in nvlinks], self.gpus):
-            return nvlinks
+        direct = tuple(link for link in self.links if link.kind in DIRECT)
+        if connects([(k.src, k.dst) for k in direct], self.gpus):
+            return direct
         ways = between([(k.src, k.dst) for k in self.links], (*self.gpus, *self.forwarders))
         return tuple(link for link in self.links if (link.src, link.dst) in ways)
 
@@ -108,7 +108,8 @@ class Graph:
         """The path between each ordered pair of GPUs, as vertices with both ends.
 
         Paths may cross switches but not other GPUs, because hardware does not route through GPUs.
-        NVLinks are preferred, then fewer links, then vertex names. Pairs without a path are absent.
+        NVLinks and xGMI links are preferred, then fewer links, then vertex names. Pairs without a
+        path are absent.
         """
         return self._routes(self.fabric)
 
@@ -119,7 +120,7 @@ class Graph:
 
     def _routes(self, links: Iterable[Link]) -> Mapping[tuple[int, int], tuple[Vertex, ...]]:
         ends = [(link.src, link.dst) for link in links]
-        fast = [e for e in ends if self.by_ends[e].kind == "nvlink"]
+        fast = [e for e in ends if self.by_ends[e].kind in DIRECT]
         found = routes(fast, self.gpus)
         if len(fast) < len(ends):
             found = {**routes(ends, self.gpus), **found}
@@ -147,8 +148,9 @@ class Graph:
             return "-"
         links = [self.by_ends[ends] for ends in zip(path, path[1:], strict=False)]
         kinds = {link.kind for link in links}
-        if kinds == {"nvlink"}:
-            return f"NV{min(link.count for link in links)}"
+        for kind in DIRECT:
+            if kinds == {kind}:
+                return f"{kind[:2].upper()}{min(link.count for link in links)}"
         for kind, cell in (
             ("network", "NET"), ("memory", "MEM"), ("socket", "SYS"), ("host", "PHB"),
         ):  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from linkweave.topology.clusters import nodes_of
-from linkweave.topology.link import Link
+from linkweave.topology.link import DIRECT, Link
 from linkweave.topology.machines import dgx1_p100, dgx1_v100
 from linkweave.topology.routes import Vertex, neighbours, reach
 from linkweave.topology.topology import Topology
@@ -216,8 +216,8 @@ def _row(gpus: Sequence[int], links: Sequence[Link], arcs: bool, cluster: bool) 
     switches = list(dict.fromkeys(v for k in links for v in (k.src, k.dst) if isinstance(v, str)))
     fed = {k.dst for k in links if isinstance(k.src, int)}
     below = {k.src for k in links if isinstance(k.dst, int)} - fed
-    if any(k.kind != "nvlink" for k in links) and not direct:
-        below |= {v for v in switches if all(k.kind == "nvlink" for k in links if v == k.src)}
+    if any(k.kind not in DIRECT for k in links) and not direct:
+        below |= {v for v in switches if all(k.kind in DIRECT for k in links if v == k.src)}
     layout.rows = dict.fromkeys(gpus, -1)
     beyond = 0.8 if any(k.src in fed and k.dst in below for k in links) else 0.0
     level = _levels(switches, links)

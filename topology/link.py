@@ -10,6 +10,7 @@ from linkweave.topology.routes import Vertex
 
 KINDS = {
     "nvlink": ("NVLink", "NVLinks"),
+    "xgmi": ("xGMI link", "xGMI links"),
     "pcie": ("PCIe link", "PCIe links"),
     "host": ("PCIe link to a CPU", "PCIe links to CPUs"),
     "socket": ("link between CPUs", "links between CPUs"),
@@ -17,6 +18,8 @@ KINDS = {
     "memory": ("memory path", "memory paths"),
 }
 """The kinds of link, with the singular and plural that messages use."""
+DIRECT = ("nvlink", "xgmi")
+"""Those that are made for GPUs."""
 
 FASTEST, _MOST_LINKS, _SLOWEST_US, LARGEST = 10**15, 10**6, 1e12, 10**9 - 1
 

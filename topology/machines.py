@@ -89,6 +89,26 @@ def dgx1_p100() -> Topology:
     return _dgx1("dgx1-p100", (both(a, b, NVLINK1) for a, b in _CUBE_MESH))
 
 
+# Four modules of two dies each; links between two dies, by RCCL's model of the node.
+_MI250X = {
+    (0, 1): 4, (2, 3): 4, (4, 5): 4, (6, 7): 4, (0, 4): 2, (2, 6): 2, (0, 6): 1, (2, 4): 1,
+    (1, 3): 1, (1, 7): 1, (3, 5): 1, (5, 7): 1,
+}  # fmt: skip
+_XGMI = "xGMI links as AMD's data sheet has them; RCCL reckons with three quarters of that"
+
+
+def mi250x() -> Topology:
+    """Eight dies of four MI250X, joined by xGMI links of 50 GB/s, as in a node of Frontier."""
+    pairs = (both(a, b, 50 * speeds.GB, n, kind="xgmi") for (a, b), n in _MI250X.items())
+    return _machine("mi250x", 8, pairs, _XGMI)
+
+
+def mi300x() -> Topology:
+    """Eight MI300X, of which every two are joined by an xGMI link of 64 GB/s."""
+    pairs = (both(a, b, 64 * speeds.GB, kind="xgmi") for a in range(8) for b in range(a + 1, 8))
+    return _machine("mi300x", 8, pairs, _XGMI)
+
+
 SWITCH_PLANES = "the NVSwitch planes are drawn as one non-blocking switch"
 
 
@@ -156,7 +176,7 @@ def cpu(n: int) -> Topology:
 
 _FIXED: dict[str, Callable[[], Topology]] = {
     "dgx1-v100": dgx1_v100, "dgx1-p100": dgx1_p100,
-    **{name: partial(_switched, name) for name in _SWITCHED},
+    **{name: partial(_switched, name) for name in _SWITCHED}, "mi250x": mi250x, "mi300x": mi300x,
 }  # fmt: skip
 _SIZED: dict[str, Callable[[int], Topology]] = {
     "mesh": mesh, "ring": ring, "pcie": pcie, "cpu": cpu,

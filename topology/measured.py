@@ -18,7 +18,7 @@ from itertools import pairwise
 from linkweave.topology.checks import integer, number
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.json_reader import read_format, records
-from linkweave.topology.link import FASTEST, LARGEST, GpuId, Link
+from linkweave.topology.link import DIRECT, FASTEST, KINDS, LARGEST, GpuId, Link
 from linkweave.topology.routes import Vertex
 from linkweave.topology.timings import looks_like_timings, parse_timings
 from linkweave.topology.topology import Topology
@@ -121,10 +121,11 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
         if ends not in best:
             return link
         each = max(1, round(best[ends] / link.count))
-        if link.kind == "nvlink" and each > _ABOVE * link.bandwidth:
+        if link.kind in DIRECT and each > _ABOVE * link.bandwidth:
             raise TopologyError(
                 f"{where}: {best[ends] / 1e9:.4g} GB/s from {link.src} to {link.dst}, whose "
-                f"{link.count} NVLinks carry {link.count * link.bandwidth / 1e9:g}: figures of "
+                f"{link.count} {KINDS[link.kind][1]} carry {link.count * link.bandwidth / 1e9:g}: "
+                "figures of "
                 "another machine, or of GPUs numbered otherwise?"
             )
         latency_us = least.get(ends, link.latency_us)

@@ -29,6 +29,8 @@ def to_nccl_xml(topology: Topology) -> str:
     kinds = {link.kind for link in topology.fabric}
     if topology.on_memory:
         raise TopologyError(f"{topology.name} has CPU ranks: an NCCL topology is of GPUs")
+    if "xgmi" in kinds:
+        raise TopologyError(f"{topology.name} has xGMI links: NCCL's form is of NVIDIA's GPUs")
     if len(topology.gpus) > MOST_GPUS or "network" in kinds:
         raise TopologyError(
             f"{topology.name} has {len(topology.gpus)} GPUs: an NCCL topology is of one node "

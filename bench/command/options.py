@@ -135,11 +135,11 @@ MeasuredOption = Annotated[
 ]  # fmt: skip
 ToOption = Annotated[
     tuple[str, Path] | None,
-    typer.Option("--to", metavar="ENGINE FILE", help="Write the plan for mscclpp or nccl."),
+    typer.Option("--to", metavar="ENGINE FILE", help="Write the plan for mscclpp, nccl or rccl."),
 ]  # fmt: skip
 PlanFileOption = Annotated[
     Path | None,
-    typer.Option("--plan", metavar="FILE", help="A plan of plan --json, or NCCL's graph (XML)."),
+    typer.Option("--plan", metavar="FILE", help="Of plan --json, NCCL's graph or RCCL's trees."),
 ]
 ProfileOption = Annotated[
     str,

@@ -15,7 +15,7 @@ import typer
 from linkweave import collectives
 from linkweave.bench.command import options
 from linkweave.collectives import CollectiveError, Explanation, Plan
-from linkweave.collectives.foreign import mscclpp, nccl_graph
+from linkweave.collectives.foreign import mscclpp, nccl_graph, rccl
 from linkweave.collectives.foreign.mscclpp_export import exported
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.cost import MAX_CHUNKS
@@ -40,6 +40,10 @@ def read_plans(path: Path, machine: Topology, nbytes: int = LARGE) -> list[Plan]
     text = read(str(path))
     if mscclpp.is_plan(text):
         raise CollectiveError(f"{path} is a plan of MSCCL++: linkweave verify proves it")
+    if rccl.is_text(text):
+        return [
+            collectives.plan_allreduce(machine, nbytes, one) for one in rccl.read(text).values()
+        ]
     if not nccl_graph.is_graph(text):
         made = Plan.from_json(text)
         collectives.verify(made, machine)
@@ -103,7 +107,7 @@ def plan(
     print(text)
 
 
-ENGINES = ("mscclpp", "nccl")
+ENGINES = ("mscclpp", "nccl", "rccl")
 
 
 def check_engine(engine: str, path: Path) -> None:
@@ -121,6 +125,12 @@ def write_for(engine: str, path: Path, made: Plan, machine: Topology, nbytes: in
         count = len(graphs[0].channels)
         several = "s"[: count != 1]
         return f"{path}: {count} channel{several}, for NCCL_GRAPH_FILE; NCCL sizes its own chunks"
+    if engine == "rccl":
+        path.write_text(text := rccl.write(made, machine))
+        lost = "".join(
+            f"; {a} - {b} have no link, so that RCCL finds its own way" for a, *_, b in made.detours
+        )
+        return f"{path}: sets {text.partition('=')[0]}{lost}"
     foreign = exported(made, nbytes, machine)
     path.write_text(foreign.to_json() + "\n")
     return f"{path}: {engine} takes it for messages of {foreign.least} to {foreign.most} bytes"

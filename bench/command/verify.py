@@ -10,7 +10,7 @@ import typer
 from linkweave.bench.command import options
 from linkweave.bench.command.plans import read_plans
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.foreign import mscclpp, mscclpp_proof, nccl_graph
+from linkweave.collectives.foreign import mscclpp, mscclpp_proof, nccl_graph, rccl
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.verify import check_form, check_links, prove
 from linkweave.topology.loading import read
@@ -18,7 +18,7 @@ from linkweave.topology.loading import read
 
 def verify(
     file: Annotated[
-        Path, typer.Argument(help="A plan of plan --json, MSCCL++'s JSON, or NCCL's graph (XML).")
+        Path, typer.Argument(help="Of plan --json, MSCCL++, NCCL (a graph) or RCCL (trees).")
     ],
     topo: Annotated[
         str, typer.Option("--topology", "--topo", "-t", help="The machine whose links it may use.")
@@ -39,9 +39,9 @@ def verify(
             f"{blocks} thread blocks, by MSCCL++"
         )
         shown.append("that executions may follow one another")
-    elif nccl_graph.is_graph(text):
+    elif nccl_graph.is_graph(text) or rccl.is_text(text):
         if machine is None:
-            raise CollectiveError("an NCCL graph is of a machine: name it with --topo")
+            raise CollectiveError("NCCL's and RCCL's are of a machine: name it with --topo")
         plans = read_plans(file, machine)
         remark = ""
         print(f"{file.name}: {', '.join(made.algorithm for made in plans)} of {plans[0].size} GPUs")

@@ -15,7 +15,7 @@ from itertools import pairwise
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.embed import Embedding
 from linkweave.collectives.planning.algorithms.over_trees import over_trees
-from linkweave.collectives.planning.algorithms.rings import around
+from linkweave.collectives.planning.algorithms.rings import ring_of
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.planning.plan import Plan
@@ -62,9 +62,7 @@ class Graph:
                 )
         found = [tuple(rank_of[g] for g in channel) for channel in self.channels]
         if self.kind == RING:
-            count = len(found)
-            scatter, gather = around(found, lambda r, i: i * count + r)
-            return Algorithm("nccl_ring", size, size * count, ((*scatter, *gather),))
+            return ring_of("nccl_ring", size, found)
         trees = []
         for order in found:
             above = {order[0]: order[0], **{b: a for a, b in pairwise(order)}}
@@ -116,13 +114,13 @@ def _number(element: Element, key: str, where: str, base: int = 10) -> float:
 
 # ---- writing -------------------------------------------------------------------------------------
 def of_plan(plan: Plan, topology: Topology) -> tuple[Graph, ...]:
-    """A plan's rings or chains as NCCL's. It takes as many channels for rings as for trees, so rings
-    come as chains as well. Raises PlanError for a plan of another kind."""
+    """A plan's rings or chains as NCCL's. It takes as many channels for rings as for trees, so that
+    rings come as chains as well. Raises PlanError for a plan of another kind."""
     if plan.collective != "allreduce":
         raise PlanError(f"NCCL takes the channels of an allreduce, not of a {plan.collective}")
     if len(topology.gpus) < 2:
         raise PlanError("NCCL takes graphs of two GPUs and more")
-    channels = _chains(plan, topology) if plan.trees else _rings(plan, topology)
+    channels = _chains(plan, topology) if plan.trees else rings_of(plan, topology)
     if plan.detours:
         raise PlanError("NCCL has no detours: a GPU does not forward what is not its own")
     if len(channels) > MOST_CHANNELS:
@@ -137,12 +135,12 @@ def of_plan(plan: Plan, topology: Topology) -> tuple[Graph, ...]:
     return tuple(found)
 
 
-def _rings(plan: Plan, topology: Topology) -> tuple[tuple[int, ...], ...]:
+def rings_of(plan: Plan, topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """A plan's rings, as GPUs in order. Raises PlanError if it has none."""
     parts = parts_of(plan, topology)
     if not all(part.name.startswith("ring ") for part in parts):
         raise PlanError(
-            f"NCCL takes rings and chains inside a node; {plan.algorithm} has neither: take ring "
-            "or chain"
+            f"NCCL takes rings and trees; {plan.algorithm} has neither: take ring or chain"
         )
     return tuple(_ordered({a[0]: a[-1] for a in part.arrows}) for part in parts)
 

@@ -247,7 +247,7 @@ BAD_LINK = [
     ({"latency_us": float("nan")}, "latency_us must be a number from 0 to .*, not nan"),
     ({"latency_us": float("inf")}, "latency_us must be a number from 0 to .*, not inf"),
     ({"latency_us": "slow"}, "latency_us must be a number from 0 to .*, not 'slow'"),
-    ({"kind": "string"}, "unknown kind 'string'; choose from nvlink, pcie, host, socket"),
+    ({"kind": "string"}, "unknown kind 'string'; choose from nvlink, xgmi, pcie, host, socket"),
     ({"src": True}, "link True->1: src must be a GPU number or a switch name"),
     ({"dst": 1.0}, "link 0->1.0: dst must be a GPU number or a switch name"),
     ({"src": None}, "src must be a GPU number"),

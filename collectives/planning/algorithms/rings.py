@@ -28,9 +28,17 @@ def ring(topology: Topology) -> Algorithm:
     size = len(topology.gpus)
     few_enough("ring", size)
     found, detours = rings(topology)
+    return ring_of("ring", size, found, detours)
+
+
+def ring_of(
+    name: str, size: int, found: Sequence[Ring],
+    detours: Mapping[tuple[int, int, int], tuple[int, ...]] | None = None,
+) -> Algorithm:  # fmt: skip
+    """Return the all-reduce around these rings."""
     count = len(found)
     scatter, gather = around(found, lambda r, i: i * count + r)
-    return Algorithm("ring", size, size * count, ((*scatter, *gather),), (), detours)
+    return Algorithm(name, size, size * count, ((*scatter, *gather),), (), detours or {})
 
 
 def half_ring(topology: Topology, collective: str, root: int) -> Algorithm:
