@@ -82,9 +82,10 @@ class Bound:
         units = f" = {self.links} link{'s'[: self.links != 1]}" if self.links else ""
         how = ", reduced by the switches (NVLS)" if self.reduced else ""
         return (
-            f"{self.collective}{how}: at most {self.algbw / 1e9:.4g} GB/s{units} over {self.over}"
+            f"{self.collective}{how}: at most {self.algbw / 1e9:.4g} GB/s on the wires{units} over "
+            f"{self.over}"
             f"{' (speed assumed)' * self.assumed}; bottleneck: {self.bottleneck}"
-            f"{'; no algorithm here uses them' * self.reduced}"
+            f"{'; only plans for MSCCL++ use them' * self.reduced}"
         )
 
 

@@ -39,9 +39,8 @@ for command in (*commands.COMMANDS, compare.compare):
     bench.command()(command)
 app.add_typer(bench, name="bench")
 for command in (
-    topo.topo, plans.plan, verify.verify, judge.judge, simulate.simulate, what_if.what_if,
-    predict.predict,
-    schedule.schedule, schedule.train_trace, reproduce.reproduce,
+    topo.topo, plans.plan, verify.verify, judge.judge, judge.nccl_tuner, simulate.simulate,
+    what_if.what_if, predict.predict, schedule.schedule, schedule.train_trace, reproduce.reproduce,
 ):  # fmt: skip
     app.command()(command)
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from linkweave.bench.command import options
+from linkweave.collectives import CollectiveError
 from linkweave.collectives.foreign import nccl_tests
 from linkweave.collectives.planning.explain import size_text
 from linkweave.topology.loading import read
@@ -47,3 +48,24 @@ def judge(
         print(f"bound: {told.rows[0].bound / 1e9:.4g} GB/s, counting wires; our best: simulated")
     for sentence in told.sentences:
         print(textwrap.fill(sentence[0].upper() + sentence[1:] + ".", options.WIDTH))
+
+
+def nccl_tuner(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="ALGO/PROTO=LOG...", help="Logs of nccl-tests, such as ring/ll=a."),
+    ],
+    out: Annotated[Path, typer.Option(help="The tuner's file to write.")] = Path("nccl_tuner.conf"),
+    nodes: Annotated[int, typer.Option(help="The number of nodes that it is for.")] = 1,
+) -> None:
+    """Write the measured choice for NCCL's example tuner."""
+    options.writable(out=out)
+    logs = {}
+    for run in runs:
+        name, equals, path = run.partition("=")
+        if not equals or name in logs:
+            raise CollectiveError(f"runs are ALGO/PROTO=LOG, each once, not {run!r}")
+        logs[name] = nccl_tests.read(read(path), path)
+    text = nccl_tests.tuner_file(logs, nodes)
+    out.write_text(text)
+    print(f"{text}{out}: for NCCL_TUNER_CONFIG_FILE")

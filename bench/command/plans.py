@@ -6,6 +6,7 @@ import json
 import math
 import os
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +16,7 @@ import typer
 from linkweave import collectives
 from linkweave.bench.command import options
 from linkweave.collectives import CollectiveError, Explanation, Plan
-from linkweave.collectives.foreign import mscclpp, nccl_graph, rccl
+from linkweave.collectives.foreign import mscclpp, nccl_graph, nvls, rccl
 from linkweave.collectives.foreign.mscclpp_export import exported
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.cost import MAX_CHUNKS
@@ -84,6 +85,8 @@ def plan(
     if to is not None:
         check_engine(*to)
     if explain:
+        if to is not None:
+            raise CollectiveError("--explain compares all: --to writes one")
         if collective != "allreduce":
             raise CollectiveError("--explain is for all-reduce; simulate compares the others")
         if algorithm != "auto" or chunks is not None:
@@ -94,6 +97,13 @@ def plan(
         return
     if sparse is not None:
         raise CollectiveError("--sparse goes with --explain")
+    if to is not None and to[0] == "mscclpp" and algorithm in ("auto", NVLS):
+        text = by_switches(to[1], found, nbytes, collective, algorithm)
+        if text:
+            print(to[1].read_text().rstrip() if as_json else text)
+            return
+    if algorithm == NVLS:
+        raise CollectiveError(f"{NVLS}: only MSCCL++ has ops for it: add --to mscclpp FILE")
     with options.console.status("planning"):
         made = collectives.plan_collective(collective, found, nbytes, root, algorithm, chunks)
         if as_json or steps:
@@ -102,9 +112,43 @@ def plan(
             text = summary(made, found, nbytes, _reason(found, nbytes, made, algorithm))
         if algorithm != "auto":
             _warn(made, found, nbytes)
-    if to is not None:
-        text += "\n" + write_for(*to, made, found, nbytes)
     print(text)
+    if to is not None:
+        written = write_for(*to, made, found, nbytes)
+        if as_json:
+            options.console.print(written, highlight=False, soft_wrap=True)
+        else:
+            print(written)
+
+
+NVLS = "nvls"
+"""The all-reduce by switches, which is no plan of ours."""
+
+
+def by_switches(
+    path: Path, machine: Topology, nbytes: int, collective: str, algorithm: str
+) -> str:  # fmt: skip
+    """Write the all-reduce by switches if that is asked for, or expected to be the fastest; says
+    what was written."""
+    few = 1 < len(machine.gpus) <= nvls.MOST_RANKS
+    if collective != "allreduce" or (algorithm == "auto" and not (machine.reducing and few)):
+        return ""
+    told = nvls.predict(machine, nbytes)
+    # of plans of ours, times count what links carry on the wire
+    other = predict(machine, nbytes, choose(machine, nbytes))[0] / nvls.PAYLOAD
+    if algorithm == "auto" and told.seconds >= other:
+        return ""
+    made, rate, reduced = nvls.nvls(machine), nbytes / told.seconds, reducing_bound(machine)
+    path.write_text(made.to_json() + "\n")
+    why = f"auto expects it to be {other / told.seconds:.1f} times as fast as plans for any engine"
+    facts = {
+        "plan": f"allreduce of {size_text(nbytes)} on {machine.name}",
+        "algorithm": f"{NVLS}: {'as asked' if algorithm == NVLS else why}",
+        "predicted": f"{told.seconds * 1e6:.1f} us, {rate / 1e9:.2f} GB/s, by {told.inputs}",
+        "bound": f"{reduced}; this plan reaches {rate / reduced.algbw:.0%}" if reduced else "none",
+        "written": f"{path}: mscclpp takes it for messages of {made.least} to {made.most} bytes",
+    }
+    return _facts(facts)
 
 
 ENGINES = ("mscclpp", "nccl", "rccl")
@@ -153,7 +197,7 @@ def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
         facts["bound"] = f"{best}; this plan reaches {share:.0%}"
         if made.collective == "allreduce" and (reduced := reducing_bound(machine)):
             facts["bound"] += (
-                f". Switches that reduce (NVLS, which no algorithm here uses) allow "
+                f". Switches that reduce (NVLS, for which --to mscclpp writes a plan) allow "
                 f"{reduced.algbw / 1e9:.4g} GB/s"
             )
     parts = parts_of(made, machine)
@@ -168,10 +212,14 @@ def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
     ) or "none"  # fmt: skip
     facts["chunks"] = f"{made.num_chunks} of {size_text(made.chunk_bytes(nbytes))} at most"
     facts["links"] = "exclusive" if made.exclusive else "; ".join(("shared", *made.notes))
+    return _facts(facts) + "\n--steps prints the steps of every rank"
+
+
+def _facts(facts: Mapping[str, str]) -> str:
     return "\n".join(
         textwrap.fill(fact, options.WIDTH, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
         for name, fact in facts.items()
-    ) + "\n--steps prints the steps of every rank"  # fmt: skip
+    )
 
 
 def _reason(machine: Topology, nbytes: int, made: Plan, algorithm: str) -> str:

@@ -13,6 +13,7 @@ from linkweave import collectives
 from linkweave.bench.command import options
 from linkweave.bench.command.plans import check_chunks, one_of, read_plans
 from linkweave.collectives import CollectiveError, Plan
+from linkweave.collectives.foreign import nvls
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose
 from linkweave.collectives.planning.simulate import Timeline
@@ -96,6 +97,12 @@ def simulate(
           "" if r["exclusive"] else "shared") for r in rows],
     ))  # fmt: skip
     print(LEGEND)
+    if found.reducing and collective == "allreduce" and not given:
+        told = nvls.predict(found, nbytes)
+        print(
+            f"by switches, which plans for MSCCL++ use (plan --to mscclpp): "
+            f"{told.seconds * 1e6:.1f} us, {nbytes / told.seconds / 1e9:.2f} GB/s"
+        )
 
 
 def _row(made: Plan, line: Timeline) -> dict[str, Any]:

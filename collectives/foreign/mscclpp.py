@@ -24,8 +24,8 @@ MOST_OPS, MOST_CHANNELS, MOST_AT_ONCE = 64, 16, 8
 """Limits of a thread block's ops and channels, and of an op's channels."""
 MOST_REGIONS = 2 + MOST_AT_ONCE
 MOST_SEMAPHORES, MOST_BARRIERS = 16, 16
-REUSED_SCRATCH = 1 << 26
-"""Bytes of scratch memory that all plans share if resources are reused."""
+"""Of an op, and of a rank."""
+MOST_SHARES = 64
 MOST_BYTES = (1 << 32) - 1
 """Of a buffer: offsets have 32 bits."""
 MOST_ITERATIONS = (1 << 16) - 1
@@ -157,7 +157,6 @@ class ExecutionPlan:
 def check(plan: ExecutionPlan) -> None:
     """Raise PlanError unless the executor has room for the plan, and its numbers have meanings."""
     for rank, gpu in enumerate(plan.gpus):
-        _most(len(gpu.semaphores), MOST_SEMAPHORES, "semaphores", f"rank {rank}")
         for number, ops in enumerate(gpu.blocks):
             where = f"rank {rank}, thread block {number},"
             count = sum(1 + len(op.body) for op in ops)
@@ -177,49 +176,7 @@ def check(plan: ExecutionPlan) -> None:
                 has = plan.gpus[owner].chunks[region.buffer]
                 if region.index + region.size > has:
                     raise PlanError(f"{where} uses {region}, which has {has} chunks")
-        if quirk := _quirk(plan, op):
-            raise PlanError(f"{op} of rank {rank}, thread block {number}: the executor {quirk}")
-    _check_users(plan)
-
-
-def _quirk(plan: ExecutionPlan, op: Op) -> str:
-    """What the executor does that is not as it is written."""
-    if op.name == "get" and any(a.index != b.index for a, b in zip(op.src, op.dst, strict=True)):
-        return "exchanges the offsets of a get's two sides"
-    if op.name in ("put", "ppkt") and len({region.buffer for region in op.src}) > 1:
-        return "takes all sources from the buffer of the first one"
-    if op.name in ("pws", "pwsf", "flush") and op.channel_type != "port":
-        return "has this op for port channels only"
-    far = [r.buffer for k, r in enumerate(op.dst) if letter(FORMS[op.name].dst, k) in "rm"] + [
-        r.buffer for k, r in enumerate(op.src) if letter(FORMS[op.name].src, k) in "rm"
-    ] if op.name in FORMS else []  # fmt: skip
-    if plan.double_scratch and "s" in far:
-        return "has this op use one half of double scratch buffers always"
-    return ""
-
-
-def _check_users(plan: ExecutionPlan) -> None:
-    """One thread block alone signals over a channel, waits on it, acquires a semaphore: else the
-    order is not fixed. In pipelines that reuse scratch memory, a sum must not read it."""
-    users: dict[tuple[int, str, str, int], int] = {}
-    for rank, block, op in plan.ops():
-        verb = "signals over" if op.name in (*SIGNALS, "pws", "pwsf") else "waits on"
-        if verb == "waits on" and op.name not in WAITS:
-            verb = "acquires" if op.name == "sem_acquire" else ""
-        kind = "semaphore" if op.semaphores else f"{op.channel_type} channel"
-        for number in (op.channels or op.semaphores) if verb else ():
-            first = users.setdefault((rank, verb, kind, number), block)
-            if first != block:
-                raise PlanError(
-                    f"rank {rank} {verb} {kind} {number} in thread blocks {first} and {block}: "
-                    "which of them comes first is not fixed"
-                )
-        for inner in op.body if plan.reuses else ():
-            if inner.name in ("re", "res") and any(r.buffer == "s" for r in inner.src[1:]):
-                raise PlanError(
-                    f"{inner} of rank {rank}, thread block {block}: in a pipeline, the executor "
-                    "reads reused scratch memory behind its chunk"
-                )
+        _most(len(op.semaphores), MOST_SEMAPHORES, "semaphores in an op", where)
 
 
 def _most(number: int, most: int, what: str, where: str) -> None:
@@ -247,11 +204,19 @@ def is_plan(text: str) -> bool:
 def _plan_in(data: Any) -> ExecutionPlan:
     gpus = data["gpus"]
     size = len(gpus)
-    if [gpu["id"] for gpu in gpus] != list(range(size)):
+    if not size or [gpu["id"] for gpu in gpus] != list(range(size)):
         raise PlanError("the GPUs of an MSCCL++ plan must be numbered from 0")
+    readers = [_Reader(rank, size, gpu) for rank, gpu in enumerate(gpus)]
+    for reader in readers:
+        for buffer, ranks in reader.groups:
+            if any((buffer, ranks) not in readers[rank].groups for rank in ranks):
+                raise PlanError(
+                    f"a switch's group of ranks {ranks} of rank {reader.rank} must be one of each "
+                    "of them, with the same buffer"
+                )
     return ExecutionPlan(
         name=str(data["name"]), collective=str(data["collective"]), inplace=data["inplace"] is True,
-        gpus=tuple(_Reader(rank, size, gpu).gpu() for rank, gpu in enumerate(gpus)),
+        gpus=tuple(reader.gpu() for reader in readers),
         protocol=str(data["protocol"]), reuses=data.get("reuse_resources") is True,
         double_scratch=data.get("use_double_scratch_buffer") is True,
         threads=_number(data.get("num_threads_per_block", 1024), "num_threads_per_block", 1),
@@ -314,6 +279,9 @@ class _Reader:
                         f"remote buffer {number} of rank {self.rank} has no {kind} channels"
                     )
                 remote[kind].append(number)
+        where = f"rank {self.rank}, thread block {block['id']},"
+        for kind, listed in (*channels.items(), *remote.items()):
+            _most(len(listed), MOST_CHANNELS, f"{kind} channels or buffers in a block", where)
         return tuple(self._op(op, channels, remote) for op in block["ops"])
 
     def _op(self, op: Any, channels: Any, remote: Any, inside: bool = False) -> Op:
@@ -323,17 +291,23 @@ class _Reader:
         kind = op.get("channel_type", "")
         numbers = tuple(_at(channels[kind], n, "channel") for n in op.get("channel_ids", ()))
         share = op.get("tbg_info") or {"tb_id": 0, "tbg_size": 1}
-        of = _number(share["tbg_size"], "tbg_size", 1)
+        of = _number(share["tbg_size"], "tbg_size", 1, MOST_SHARES)
         pipeline = name == "pipeline"
         if pipeline and inside:
             raise PlanError("a pipeline inside of a pipeline")
         context = op["iter_context"] if pipeline else {"unit_size": 0, "num_chunks": 0}
         ids = [_number(n, "a semaphore", 0, len(self.semaphores) - 1)
                for n in op.get("semaphore_ids", ())]  # fmt: skip
+        form = FORMS.get(name, Form("l*", "l*"))
+        sides = [
+            tuple(
+                self._region(x, letter(letters, k), kind, channels, remote)
+                for k, x in enumerate(op.get(key, ()))
+            )
+            for key, letters in (("src_buff", form.src), ("dst_buff", form.dst))
+        ]
         made = Op(
-            name, channel_type=kind, channels=numbers,
-            src=tuple(self._region(x, kind, channels, remote) for x in op.get("src_buff", ())),
-            dst=tuple(self._region(x, kind, channels, remote) for x in op.get("dst_buff", ())),
+            name, channel_type=kind, channels=numbers, src=sides[0], dst=sides[1],
             share=(_number(share["tb_id"], "tb_id", 0, of - 1), of), semaphores=tuple(ids),
             barrier=_number(op["barrier_id"], "barrier_id") if name == "barrier" else 0,
             blocks=_number(op["num_threadblocks"], "num_threadblocks", 1)
@@ -345,12 +319,15 @@ class _Reader:
         self._check(made)
         return made
 
-    def _region(self, x: Any, kind: str, channels: Any, remote: Any) -> Region:
+    def _region(self, x: Any, what: str, kind: str, channels: Any, remote: Any) -> Region:
+        key = {"l": "type", "p": "type", "m": "switch_channel_id", "n": "switch_channel_id"}
+        if key.get(what, "buffer_id") not in x:
+            raise PlanError(f"a region of rank {self.rank} needs {key.get(what, 'buffer_id')}: {x}")
         index, size = _number(x["index"], "a chunk's index"), _number(x["size"], "a size", 1)
-        if "buffer_id" in x:
+        if what in "rq":
             owner, buffer, _ = self.remote[_at(remote[kind], x["buffer_id"], "remote buffer")]
             return Region((owner,), buffer, index, size)
-        if "switch_channel_id" in x:
+        if what in "mn":
             number = _at(channels["switch"], x["switch_channel_id"], "switch channel")
             buffer, ranks = self.groups[number]
             return Region(ranks, buffer, index, size)
@@ -375,9 +352,6 @@ class _Reader:
             self._whose(op, region, letter(form.dst, k))
 
     def _whose(self, op: Op, region: Region, what: str) -> None:
-        local = region.ranks == (self.rank,)
-        if what in "lp" and not local:
-            raise PlanError(f"{op}: a region must be of rank {self.rank} itself")
         if what in "pqn" and region.buffer != "s":
             raise PlanError(f"{op}: packets lie in scratch memory")
         if what in "mn" and self.rank not in region.ranks:

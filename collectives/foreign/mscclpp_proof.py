@@ -13,13 +13,15 @@ several executions one after another, in which ranks begin and end at different 
 What an access knows of is kept as a set of accesses. Threads of a block go on independently: thread
 t does what has offset t modulo their number, in each op, and the first ones also raise and await
 signals. So an op knows what its own threads did at the same offset, what was over at the last nop,
-and what signals brought that a nop has handed on. Packets carry what their writer knew at that
-offset. Relaxed signals say only that the rank's earlier executions are over. A put over a port
-channel reads its source until a flush.
+and what signals brought that a nop has handed on. Packets have no release: they hand on what was
+over when the execution began, what other packets brought, and that what they were made of has been
+read. Relaxed signals hand on reads, of what came before a nop, and no writes. A put over a port
+channel reads its source at any later time; only a put that flushes tells when.
 
-Memory is divided into units: of a pipeline, one for each iteration. What holds for some iterations
-holds for more, because each iteration has the same ops; where scratch memory is used again after so
-many, as many and two more are walked.
+Memory is divided into units, of which iterations of pipelines, and slices that thread blocks share,
+take some each: chunks of several lengths are walked, with parts that are left over. What holds for
+some iterations holds for more, because each has the same ops; where scratch memory is used again
+after so many, as many and two more are walked.
 """
 
 from __future__ import annotations
@@ -27,14 +29,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from math import ceil, gcd, lcm
+from math import gcd, lcm
 from typing import NoReturn
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.foreign import mscclpp
 from linkweave.collectives.foreign.mscclpp import (
     FORMS,
-    REUSED_SCRATCH,
     SIGNALS,
     WAITS,
     ExecutionPlan,
@@ -42,13 +43,13 @@ from linkweave.collectives.foreign.mscclpp import (
     Region,
     letter,
 )
+from linkweave.collectives.foreign.mscclpp_rules import PUTS, check_rules, reused_after
 from linkweave.topology import Topology
 
 MOST_STEPS = 1 << 20
-"""The most ops that are walked."""
-MOST_REUSED = 64
-"""The most iterations after which reused scratch memory is."""
-COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall")
+"""The most units that are moved."""
+MOST_LENGTHS = 24
+"""The longest chunk, in units, up to which all lengths are walked."""
 _WIDE, _PACKET = 16, 8
 """Bytes that a thread handles at once: threads of packets divide memory otherwise."""
 
@@ -62,58 +63,29 @@ def verify(plan: ExecutionPlan, topology: Topology | None = None) -> str:
     topology: rank r is its r-th GPU.
     """
     mscclpp.check(plan)
-    if plan.collective not in COLLECTIVES:
-        raise PlanError(
-            f"verify knows the results of {', '.join(COLLECTIVES)}, not of {plan.collective!r}"
-        )
-    if topology is not None:
-        _check_links(plan, topology)
+    check_rules(plan, topology)
+    per, lengths = _lengths(plan)
     alike = True
-    for iterations in _iterations(plan):
-        alike = _Proof(plan, iterations).run() and alike
+    for units in lengths:
+        alike = _Proof(plan, per, units).run() and alike
     return "" if alike else "ranks add in different orders, so their results may differ in bits"
 
 
-def _check_links(plan: ExecutionPlan, topology: Topology) -> None:
-    if len(plan.gpus) != len(topology.gpus):
-        raise PlanError(
-            f"the plan is for {len(plan.gpus)} ranks; {topology.name} has {len(topology.gpus)} GPUs"
-        )
-    for rank, block, op in plan.ops():
-        where = f"rank {rank}, thread block {block}, {op}"
-        for region in (*op.src, *op.dst):
-            if len(region.ranks) > 1 and not topology.reducing:
-                raise PlanError(
-                    f"{where}: {topology.name} has no switch that reduces and multicasts"
-                )
-            for peer in region.ranks:
-                a, b = topology.gpus[rank], topology.gpus[peer]
-                if peer != rank and not topology.hops.get((a, b)):
-                    raise PlanError(f"{where}: {topology.name} has no link from GPU {a} to GPU {b}")
-
-
-def _iterations(plan: ExecutionPlan) -> list[int]:
-    """How often pipelines repeat in the executions that are walked."""
-    pipelines = [op for _, _, op in plan.ops() if op.body]
-    if not pipelines:
-        return [1]
+def _lengths(plan: ExecutionPlan) -> tuple[dict[int, int], list[int]]:
+    """The units of an iteration, by its bytes, and the lengths of chunks that are walked."""
+    slices = lcm(*(op.share[1] for _, _, op in plan.ops()), 1)
+    sizes = [op.unit for _, _, op in plan.ops() if op.body]
+    if not sizes:
+        most = 2 * slices if slices > 1 else 1
+        near = (slices - 1, slices, slices + 1, 2 * slices)
+        return {}, [*range(1, most + 1)] if most <= MOST_LENGTHS else [1, *near]
+    each = gcd(*sizes)
+    per = {unit: 2 * unit // each for unit in sizes}
+    largest = max(per.values())
     first = max((value for gpu in plan.gpus for value in gpu.semaphores), default=0)
-    return sorted({1, 2, 3 + first, _reused(plan) + 2})
-
-
-def _reused(plan: ExecutionPlan) -> int:
-    """After how many iterations scratch memory is used again; 1 if it is not."""
-    unit = max((op.unit for _, _, op in plan.ops() if op.body), default=0)
-    scratch = max(gpu.chunks["s"] for gpu in plan.gpus)
-    if not (plan.reuses and unit and scratch):
-        return 1
-    chunk = ceil(ceil(REUSED_SCRATCH / scratch) / plan.alignment) * plan.alignment
-    if chunk % unit or chunk // unit > MOST_REUSED:
-        raise PlanError(
-            f"reused scratch memory has {chunk} bytes for a chunk, of which pipelines take {unit} "
-            f"at once: verify takes whole iterations, at most {MOST_REUSED}"
-        )
-    return chunk // unit
+    again = reused_after(plan)
+    every = {*range(1, min(2 * largest + 1, MOST_LENGTHS) + 1), largest * (3 + first)}
+    return per, sorted(every | {largest * (again + 2), largest * (again + 2) - 1})
 
 
 @dataclass
@@ -130,14 +102,17 @@ class _Block:
     """A thread block: what its threads know of, as sets of accesses.
 
     common: all of them. lanes: the first threads, by number, which raise and await signals.
-    threads: those that handle an offset (offset, bytes at once).
+    threads: those that handle an offset (offset, bytes at once): all, and what their packets may
+    hand on; `packets` is that of all threads.
     """
 
     rank: int
     number: int
     common: int = 0
+    packets: int = 0
     lanes: dict[int, int] = field(default_factory=dict)
-    threads: dict[tuple[int, int], int] = field(default_factory=dict)
+    threads: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    used: dict[tuple[str, str, int], int] = field(default_factory=dict)
     at: str = ""
     waits: str = ""
 
@@ -146,11 +121,23 @@ class _Block:
 
     def join(self) -> int:
         """All threads have met."""
-        for known in (*self.lanes.values(), *self.threads.values()):
+        for known in self.lanes.values():
             self.common |= known
+        for known, handed in self.threads.values():
+            self.common |= known
+            self.packets |= handed
         self.lanes.clear()
         self.threads.clear()
+        self.used.clear()
         return self.common
+
+    def use(self, way: str, kind: str, number: int, lane: int) -> None:
+        """A channel or a semaphore is used by a thread: another one must have met it before."""
+        if self.used.setdefault((way, kind, number), lane) != lane:
+            raise PlanError(
+                f"{self}: two threads use {kind} {number} without a nop between: which of them "
+                "comes first is not fixed"
+            )
 
     def __str__(self) -> str:
         return f"rank {self.rank}, thread block {self.number}, {self.at}"
@@ -182,24 +169,21 @@ class _Values:
 
 
 class _Proof:
-    """One walk of a plan, in which pipelines repeat so often."""
+    """One walk of a plan, with chunks of so many units."""
 
-    def __init__(self, plan: ExecutionPlan, iterations: int) -> None:
-        self.plan, self.size = plan, len(plan.gpus)
-        slices = lcm(*(op.share[1] for _, _, op in plan.ops()), 1)
-        units = [op.unit for _, _, op in plan.ops() if op.body]
-        each = gcd(*units) if units else 1
-        self.per = {unit: unit // each * slices for unit in units}  # units of an iteration
-        self.units = iterations * max(self.per.values(), default=slices)
+    def __init__(self, plan: ExecutionPlan, per: dict[int, int], units: int) -> None:
+        self.plan, self.size, self.per = plan, len(plan.gpus), per
+        self.units = units
         """Units of a chunk."""
-        reused = _reused(plan) * max(self.per.values(), default=1) if plan.reuses else self.units
-        self.scratch_units = min(reused, self.units)
+        reused = reused_after(plan) * max(per.values(), default=1)
+        self.scratch_units = min(reused or units, units)
         self.values = _Values()
         self.cells: dict[Cell, int] = {}
         self.packets: dict[Cell, tuple[int, int, int]] = {}  # execution, value, known
         self.wrote: dict[Cell, int] = {}  # the bit of the last write
         self.reads: dict[Cell, int] = {}  # those since
         self.names: list[str] = []  # of accesses, by bit
+        self.loads = 0  # the accesses that only read
         self.steps = 0
         self.channels = self._connect()
         self.proxies: dict[tuple[int, int], int] = defaultdict(int)  # of port channels
@@ -221,17 +205,15 @@ class _Proof:
                     pairs[rank, peer, kind].append(number)
         for (rank, peer, kind), numbers in pairs.items():
             others = pairs.get((peer, rank, kind), [])
-            if len(numbers) != len(others):
-                raise PlanError(
-                    f"rank {rank} has {len(numbers)} {kind} channels to rank {peer}, which has "
-                    f"{len(others)} back"
-                )
-            if rank < peer:
-                for mine, its in zip(numbers, others, strict=True):
-                    there = _Channel(f"{kind} channel {mine} of rank {rank} to rank {peer}")
-                    back = _Channel(f"{kind} channel {its} of rank {peer} to rank {rank}")
+            for k, mine in enumerate(numbers):
+                there = _Channel(f"{kind} channel {mine} of rank {rank} to rank {peer}")
+                back = _Channel(f"a {kind} channel of rank {peer} to rank {rank}")
+                if k >= len(others):  # to which nobody listens
                     found[rank, kind, mine] = there, back
-                    found[peer, kind, its] = back, there
+                elif rank < peer:
+                    back.name = f"{kind} channel {others[k]} of rank {peer} to rank {rank}"
+                    found[rank, kind, mine] = there, back
+                    found[peer, kind, others[k]] = back, there
         return found
 
     def _most_released(self) -> dict[tuple[int, int, int], int]:
@@ -292,9 +274,6 @@ class _Proof:
     def _run(self, block: _Block) -> Iterator[str]:
         """Carry out a block's ops; yields while it waits."""
         for at, op, offset in self._calls(self.plan.gpus[block.rank].blocks[block.number]):
-            self.steps += 1
-            if self.steps > MOST_STEPS:
-                raise PlanError(f"verify walks at most {MOST_STEPS} ops")
             block.at = at
             for _ in self._carry_out(block, op, offset):
                 yield "waits"
@@ -316,8 +295,8 @@ class _Proof:
             yield from self._move(block, op, offset)
             if op.name in ("pws", "pwsf"):
                 self._signal(block, op)
-            if op.name == "pwsf":
-                self._flush(block, op)
+            for lane, number in enumerate(op.channels if op.name == "pwsf" else ()):
+                block.lanes[lane] = block.lane(lane) | self.proxies[block.rank, number]
         elif op.name == "nop":
             block.join()
         elif op.name in SIGNALS:
@@ -325,10 +304,9 @@ class _Proof:
         elif op.name in WAITS:
             for lane, number in enumerate(op.channels):
                 yield from self._wait(block, op, lane, number)
-        elif op.name == "flush":
-            self._flush(block, op)
         elif op.name == "sem_release":
             for lane, number in enumerate(op.semaphores):
+                block.use("releases", "semaphore", number, lane)
                 self.semaphores[block.rank][number] += 1
                 known = self.released[block.rank, number]
                 known.setdefault(block.number, []).append(block.lane(lane))
@@ -341,11 +319,13 @@ class _Proof:
     # ---- signals -----------------------------------------------------------------------------
     def _signal(self, block: _Block, op: Op) -> None:
         for lane, number in enumerate(op.channels):
-            begun = self.begun[block.rank]
-            known = begun if op.name == "rlxsignal" else block.lane(lane)
+            block.use("sends over", f"{op.channel_type} channel", number, lane)
+            known = block.lane(lane)
+            relaxed = self.begun[block.rank] | (known & self.loads)
             if op.channel_type == "port":
                 known |= self.proxies[block.rank, number]
-            self._channel(block, op, number)[0].sent.append((known, begun))
+            known = relaxed if op.name == "rlxsignal" else known
+            self._channel(block, op, number)[0].sent.append((known, relaxed))
 
     def _channel(self, block: _Block, op: Op, number: int) -> tuple[_Channel, _Channel]:
         found = self.channels.get((block.rank, op.channel_type, number))
@@ -354,6 +334,7 @@ class _Proof:
         return found
 
     def _wait(self, block: _Block, op: Op, lane: int, number: int) -> Iterator[str]:
+        block.use("waits on", f"{op.channel_type} channel", number, lane)
         channel = self._channel(block, op, number)[1]
         while channel.taken == len(channel.sent):
             block.waits = f"for a signal over {channel.name}"
@@ -362,13 +343,10 @@ class _Proof:
         channel.taken += 1
         block.lanes[lane] = block.lane(lane) | known
 
-    def _flush(self, block: _Block, op: Op) -> None:
-        for lane, number in enumerate(op.channels):
-            block.lanes[lane] = block.lane(lane) | self.proxies[block.rank, number]
-
     def _acquire(self, block: _Block, lane: int, number: int) -> Iterator[str]:
         """The k-th acquisition follows k releases, less the first value: of each block as many as
         others cannot have made instead."""
+        block.use("acquires", "semaphore", number, lane)
         values, key = self.semaphores[block.rank], (block.rank, number)
         while values[number] <= 0:
             block.waits = f"for semaphore {number}"
@@ -384,7 +362,10 @@ class _Proof:
                 block.lanes[lane] = block.lane(lane) | known[min(sure, len(known)) - 1]
 
     def _meet(self, block: _Block, op: Op) -> Iterator[str]:
-        """The barrier of so many thread blocks of a rank."""
+        """The barrier of so many thread blocks of a rank; of one, it is a nop."""
+        if op.blocks == 1:
+            block.join()
+            return
         here = self.met[block.rank, op.barrier]
         if block in here:
             raise PlanError(f"{block} is at barrier {op.barrier} twice before {op.blocks} are")
@@ -393,11 +374,11 @@ class _Proof:
             block.waits = f"at barrier {op.barrier} for {op.blocks - len(here)} more thread blocks"
             yield "waits"
         if block is here[-1]:
-            known = 0
+            known = handed = 0
             for other in here:
-                known |= other.join()
+                known, handed = known | other.join(), handed | other.packets
             for other in here:
-                other.common = known
+                other.common, other.packets = known, handed
             self.met[block.rank, op.barrier] = []
 
     def _balanced(self) -> None:
@@ -419,15 +400,13 @@ class _Proof:
     # ---- data --------------------------------------------------------------------------------
     def _move(self, block: _Block, op: Op, offset: tuple[int, int]) -> Iterator[str]:
         form = FORMS[op.name]
-        port = op.channel_type == "port"
+        port = op.channel_type == "port" and op.name in PUTS
         groups = [((a,), (b,)) for a, b in zip(op.src, op.dst, strict=True)] if form.pairs else [
             (op.src, op.dst)
         ]  # fmt: skip
         for k, (src, dst) in enumerate(groups):
             first = k if form.pairs else 0
             what = [letter(form.src, first + i) for i in range(len(src))]
-            if port and op.name in ("ppkt", "rppkt"):
-                what = ["p"]  # which the executor reads as packets
             into = [letter(form.dst, first + i) for i in range(len(dst))]
             wide = _PACKET if set("pqn").intersection(what + into) else _WIDE
             sources = [self._units(block, r, w, op, offset) for r, w in zip(src, what, strict=True)]
@@ -444,13 +423,14 @@ class _Proof:
     ) -> list[tuple[Cell, ...]]:
         """Each unit of a region that an op handles now, on all ranks of a switch's group."""
         share, of = op.share
-        total = region.size * self.units // of
+        whole = region.size * self.units
+        starts = [k * (whole // of) + min(k, whole % of) for k in (share, share + 1)]
+        total = starts[1] - starts[0]
         first, count = offset if offset[1] >= 0 else (0, total)
         if first > total:
             self._fail(block, f"{op} begins behind its chunks: they are shorter than the pipeline")
-        units: Iterable[int] = range(
-            share * total + first, share * total + min(first + count, total)
-        )
+        start, stop = starts[0] + first, starts[0] + min(first + count, total)
+        units: Iterable[int] = range(start, stop)
         per, ranks = self.units, region.ranks
         if region.buffer == "s" and self.scratch_units < self.units and what not in "pqn":
             if region.size > 1:
@@ -470,44 +450,60 @@ class _Proof:
         written: list[Cell], lane: int,
     ) -> Iterator[str]:  # fmt: skip
         """Move one unit. Over a port channel the proxy of the lane does it."""
+        self.steps += 1
+        if self.steps > MOST_STEPS:
+            raise PlanError(f"verify moves at most {MOST_STEPS} units")
         if lane >= 0:
+            block.use("sends over", "port channel", op.channels[lane], lane)
             proxy = block.rank, op.channels[lane]
-            known = block.lane(lane) | self.proxies[proxy]
+            known, handed = block.lane(lane) | self.proxies[proxy], 0
         else:
-            known = block.common | block.threads.get(thread, 0)
+            known, handed = block.threads.get(thread, (0, 0))
+            known, handed = known | block.common, handed | block.packets | self.begun[block.rank]
         packets: list[int] = []
         for cell in read:
             if cell[1][0] == "p":
                 while (got := self.packets.get(cell, (-1, 0, 0)))[0] != self.execution:
                     block.waits = f"for packets in {self._words(cell)}"
                     yield "waits"
-                known |= got[2]
+                known, handed = known | got[2], handed | got[2]
                 packets.append(got[1])
-        bit = self._event(f"{block}: {op}")
-        values = [(cell[1][0], self._read(cell, bit, known)) for cell in read]
+        words = f"{block}: {op}"
+        loaded, stored = self._event(words), self._event(words)
+        self.loads |= loaded
+        values = [(cell[1][0], self._read(cell, loaded, known)) for cell in read]
         plain = [value for buffer, value in values if buffer != "p"]
         value = self.values.total((*packets, *plain))
+        known, handed = known | loaded, handed | loaded
         for cell in written:
             if cell[1][0] == "p":
-                self._send(block, op, cell, bit, known, value)
+                known |= self._send(block, op, cell, known, handed, value)
             else:
-                self._write(cell, bit, known, value)
+                self._write(cell, stored, known, value)
+        known |= stored
         if lane >= 0:
-            self.proxies[proxy] = known | bit
+            self.proxies[proxy] = known
+        elif any(letter(FORMS[op.name].dst, 0) in "mn" for _ in written):
+            # what a switch writes, no thread reads by another address without a nop
+            block.threads[-1 - self.steps, 0] = known, handed
         else:
-            block.threads[thread] = known | bit
+            block.threads[thread] = known, handed
 
-    def _send(self, block: _Block, op: Op, packet: Cell, bit: int, known: int, value: int) -> None:
-        """Write packets, which carry the number of the execution."""
+    def _send(
+        self, block: _Block, op: Op, packet: Cell, known: int, handed: int, value: int
+    ) -> int:
+        """Write packets, which carry the number of the execution. Returns the access."""
+        bit = self._event(f"{block}: {op}")
         before = self.packets.get(packet, (-1, 0, 0))
         if before[:2] == (self.execution, value):  # which changes nothing, but must be over later
             self.reads[packet] = self.reads.get(packet, 0) | bit
-            return
+            return bit
         if before[0] == self.execution:
             where = f"{op} writes other packets to {self._words(packet)}"
             self._fail(block, f"{where}, where readers cannot tell them apart")
         self._write(packet, bit, known, value)
-        self.packets[packet] = self.execution, value, known | bit
+        self.packets[packet] = self.execution, value, handed | bit
+        return bit
 
     def _cell(self, rank: int, buffer: str, unit: int) -> Cell:
         """The memory: in place, input and output are one."""

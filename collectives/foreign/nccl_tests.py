@@ -6,7 +6,7 @@ The text and the JSON (`-J FILE`) of nccl-tests 2.18 are read, and the text of o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,3 +246,48 @@ def _compared(rows: list[Judged]) -> Iterator[str]:
         )
     if not runs:
         yield "at no size is a plan of ours predicted to be faster by a fifth"
+
+
+# ---- a tuner's file ------------------------------------------------------------------------------
+TUNED = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
+TUNER_ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
+TUNER_PROTOCOLS = ("ll", "ll128", "simple")
+
+
+def tuner_file(logs: Mapping[str, Log], nodes: int) -> str:
+    """The lines of NCCL's example tuner (`NCCL_TUNER_CONFIG_FILE`): for each size the way that was
+    measured to be the fastest; other sizes than those of all logs are left to NCCL.
+
+    logs: by "ALGORITHM/PROTOCOL", as `NCCL_ALGO` and `NCCL_PROTO` had them; all of one collective.
+    A choice holds up to the geometric mean of two sizes.
+    Source: `plugins/tuner/example/README.md` of NCCL 2.30.
+    """
+    for name in logs:
+        algorithm, _, protocol = name.partition("/")
+        if algorithm not in TUNER_ALGORITHMS or protocol not in TUNER_PROTOCOLS:
+            raise CollectiveError(
+                f"{name} must be ALGORITHM/PROTOCOL: {', '.join(TUNER_ALGORITHMS)}; "
+                f"{', '.join(TUNER_PROTOCOLS)}"
+            )
+    kinds = {(log.collective, log.ranks) for log in logs.values()}
+    ((kind, ranks),) = kinds if len(kinds) == 1 else {("", 0)}
+    if kind not in TUNED:
+        raise CollectiveError(
+            f"the logs must be of one of {', '.join(TUNED)}, and of as many ranks, not of "
+            f"{sorted(kinds)}"
+        )
+    times = {name: {row.nbytes: row.seconds for row in log.rows} for name, log in logs.items()}
+    sizes = sorted(set.intersection(*map(set, times.values())))
+    if not sizes:
+        raise CollectiveError("the logs have no size in common")
+    best = [min(times, key=lambda name: times[name][n]) for n in sizes]
+    lines, first = [], sizes[0]
+    for at, (nbytes, name) in enumerate(zip(sizes, best, strict=True)):
+        if at + 1 < len(sizes) and best[at + 1] == name:
+            continue
+        last = int((nbytes * sizes[at + 1]) ** 0.5) if at + 1 < len(sizes) else nbytes
+        word = kind.replace("_", "")
+        ways = name.replace("/", ",")
+        lines.append(f"{word},{first},{last},{ways},-1,{nodes},{ranks or -1}")
+        first = last + 1
+    return "\n".join(lines) + "\n"

@@ -46,14 +46,17 @@ def test_topo_prints_links_bound_and_bottleneck() -> None:
     assert "  GPU 0 - GPU 3    NVLink              2 x 25 GB/s = 50 GB/s  5 us" in lines
     assert "plans and bounds use 32 of the 58 directed links" in lines
     assert lines[-4] == (
-        "allreduce: at most 85.71 GB/s = 24/7 links over NVLink; bottleneck: each GPU's six links"
+        "allreduce: at most 85.71 GB/s on the wires = 24/7 links over NVLink; bottleneck: each "
+        "GPU's six links"
     )
 
 
 def test_topo_of_some_gpus_has_their_bound() -> None:
     lines = command("topo", "dgx1-v100", "--gpus", "0-3,7").stdout.splitlines()
     assert lines[0].startswith("dgx1-v100[0,1,2,3,7]: 5 GPUs")
-    assert lines[-4].endswith("at most 25 GB/s = 1 link over NVLink; bottleneck: GPU 7's one link")
+    assert lines[-4].endswith(
+        "at most 25 GB/s on the wires = 1 link over NVLink; bottleneck: GPU 7's one link"
+    )
 
 
 def test_topo_compares() -> None:

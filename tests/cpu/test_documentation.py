@@ -17,6 +17,7 @@ from linkweave.bench.command.cli import app
 from linkweave.collectives import overlap
 from linkweave.topology.measured import LinkFigures, PairFigure
 from tests.cpu.commands import run_script, run_script_in_a_process
+from tests.null.test_judge import new as nccl_tests_log
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -127,6 +128,7 @@ def test_a_listed_command_exists(
     (tmp_path / "links.json").write_text(LinkFigures(tuple(pairs)).to_json())
     times = ROOT / "bench/results/algorithms-cpu-4-epyc-2-cores.json"
     (tmp_path / "algorithms.json").write_text(times.read_text())
+    (tmp_path / "log.txt").write_text(nccl_tests_log({1 << 20: 60.0, 1 << 24: 400.0}))
     plan = collectives.plan_allreduce(topology.load("dgx1-v100"), 1 << 20)
     (tmp_path / "plan.json").write_text(plan.to_json())
     planned = overlap.plan(overlap.model("vgg16"), overlap.network("10GbE"), "us-byte")

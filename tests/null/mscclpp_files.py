@@ -180,9 +180,10 @@ def ports(name: str) -> Any:
         sent = move(name, at("i", 0), peer(0, a), "port", channel_ids=[0])
         more = [over("signal", 0, kind="port")] if name == "put" else []
         flush = [over("flush", 0, kind="port")] if name != "pwsf" else []
-        begun = [over("signal", 0, kind="port"), over("wait", 0, kind="port"), NOP]
-        return [*begun, sent, *more, *flush, move("copy", at("i", 0), at("o", a)),
-                over("wait", 0, kind="port"), NOP]  # fmt: skip
+        meet = [over("signal", 0, kind="port"), over("wait", 0, kind="port"), NOP]
+        # a flush by itself does nothing: that the peer has all says that it was read
+        return [*meet, sent, *more, *flush, move("copy", at("i", 0), at("o", a)),
+                over("wait", 0, kind="port"), NOP, *(meet if name != "pwsf" else [])]  # fmt: skip
 
     return two("allgather", ops, (1, 2, 0), "o", "port", inplace=False)
 

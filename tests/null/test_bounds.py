@@ -395,7 +395,8 @@ def test_words_for_every_gpu() -> None:
     assert found.parts == tuple((g,) for g in range(8))
     assert found.over == "NVLink"
     assert str(found) == (
-        "allreduce: at most 85.71 GB/s = 24/7 links over NVLink; bottleneck: each GPU's six links"
+        "allreduce: at most 85.71 GB/s on the wires = 24/7 links over NVLink; bottleneck: each "
+        "GPU's six links"
     )
     assert bound(load("dgx-h100")).bottleneck == "each GPU's 18 links"
     assert bound(load("mesh-2")).bottleneck == "each GPU's one link"
@@ -407,7 +408,7 @@ def test_words_for_two_halves() -> None:
     assert found.links == 3
     assert found.bottleneck == "the three links between 0-3 and 4-7"
     assert set(found.parts) == {(0, 1, 2, 3), (4, 5, 6, 7)}
-    assert str(found).startswith("allreduce: at most 75 GB/s = 3 links over NVLink; ")
+    assert str(found).startswith("allreduce: at most 75 GB/s on the wires = 3 links over NVLink; ")
     for collective, links in (("allgather", 6), ("reduce_scatter", 6), ("broadcast", 3)):
         assert bound(quads(3, 2), collective).links == links
         words = bound(quads(3, 2), collective).bottleneck
@@ -424,7 +425,9 @@ def test_words_for_one_weak_gpu() -> None:
         found = bound(weak, collective)
         assert found.links == 1
         assert found.bottleneck == "GPU 4's one link"
-        assert str(found).startswith(f"{collective}: at most 25 GB/s = 1 link over NVLink; ")
+        assert str(found).startswith(
+            f"{collective}: at most 25 GB/s on the wires = 1 link over NVLink; "
+        )
     assert bound(weak, "allgather").links == Fraction(5, 4)
 
 
@@ -568,7 +571,8 @@ def test_switches_that_reduce_take_each_byte_once(name: str, plain: F, reduced: 
     assert found is not None and 1 / found.seconds_per_byte == reduced * GB
     assert (found.links, found.bottleneck) == (18, "each GPU's 18 links")
     assert str(found).startswith(
-        f"allreduce, reduced by the switches (NVLS): at most {reduced} GB/s = 18 links over NVLink"
+        f"allreduce, reduced by the switches (NVLS): at most {reduced} GB/s on the wires = 18 "
+        "links over NVLink"
     )
 
 

@@ -141,6 +141,27 @@ def test_other_collectives() -> None:
         assert len(told.rows) == 2 and told.rows[1].predicted > 0
 
 
+def test_a_tuner_has_the_fastest_way_of_each_size(tmp_path: Path) -> None:
+    tree = {1 << n: 20.0 + (1 << n) / 1e4 for n in range(10, 24)}
+    ring = {1 << n: 60.0 + (1 << n) / 1e5 for n in range(12, 26)}
+    logs = {"tree/ll": nccl_tests.read(new(tree)), "ring/simple": nccl_tests.read(new(ring))}
+    text = nccl_tests.tuner_file(logs, 1)
+    assert text == (
+        "allreduce,4096,370727,tree,ll,-1,1,8\nallreduce,370728,8388608,ring,simple,-1,1,8\n"
+    )
+    for names in ({"tree": logs["tree/ll"]}, {"tree/ll": nccl_tests.Log("alltoall", 8, ())},
+                  {**logs, "pat/ll": nccl_tests.read(new({7: 1.0}))}):  # fmt: skip
+        with pytest.raises(CollectiveError):
+            nccl_tests.tuner_file(names, 1)
+    for name, times in (("a", tree), ("b", ring)):
+        (tmp_path / name).write_text(new(times))
+    runs = [f"tree/ll={tmp_path / 'a'}", f"ring/simple={tmp_path / 'b'}"]
+    out = tmp_path / "conf"
+    done = CliRunner().invoke(app, ["nccl-tuner", *runs, "--out", str(out)])
+    assert done.exit_code == 0 and out.read_text() == text
+    assert CliRunner().invoke(app, ["nccl-tuner", "tree/ll"]).exit_code
+
+
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text(new(V100))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from mscclpp_engine import Engine, Wrong
-from mscclpp_files import FILES, at, meets, move, over, peer, two
+from mscclpp_files import FILES, NOP, at, block, gpu, meets, move, over, peer, plan, two
 
 from linkweave import collectives, topology
 from linkweave.collectives import PlanError
@@ -45,8 +45,6 @@ def test_sums_in_different_orders_are_told() -> None:
     def ops(a: int, b: int, c: int) -> list[dict[str, Any]]:
         return [move("ppkt", [at("i", 0)] * 2, [peer(0, a), peer(1, a)]),
                 move("repkt", [at("i", 0), at("s", b), at("s", c)], at("o", 0))]  # fmt: skip
-
-    from mscclpp_files import block, gpu, plan
 
     gpus = [
         gpu(a, (1, 1, 3), [block(0, ops(a, *others), [0, 1], [0, 1])], others, "s")
@@ -186,7 +184,7 @@ def mutants(count: int, seed: int) -> list[Any]:
 
 
 def judged(count: int, seed: int, seeds: int) -> dict[str, int]:
-    told = {"refused": 0, "accepted": 0, "wrong": 0}
+    told = {"refused": 0, "accepted": 0, "wrong": 0, "strict": 0}
     for name, data in mutants(count, seed):
         try:
             proved(data)
@@ -201,18 +199,19 @@ def judged(count: int, seed: int, seeds: int) -> dict[str, int]:
         assert goes or not right, (name, json.dumps(data))
         told["accepted" if right else "refused"] += 1
         told["wrong"] += not goes
+        told["strict"] += goes and not right
     return told
 
 
 def test_no_mutant_that_goes_wrong_is_accepted() -> None:
     told = judged(60, 1, 2)
-    assert told["refused"] > 30 and told["wrong"] > 15, told
+    assert told["accepted"] > 2 and told["wrong"] > 15, told
 
 
 @pytest.mark.slow
 def test_no_mutant_of_a_thousand_is_accepted() -> None:
     told = judged(1000, 2, 6)
-    assert told["refused"] > 600 and told["wrong"] > 300, told
+    assert told["accepted"] > 50 and told["wrong"] > 300, told
 
 
 def fault(ops: Callable[[int, int], Any], chunks: Any = (1, 2, 1), **more: Any) -> str:
@@ -225,6 +224,114 @@ def sent(a: int, b: int) -> list[dict[str, Any]]:
     return [*meets(0), move("put", at("i", 0), peer(0, 0)), {"name": "nop"}, over("signal", 0),
             over("wait", 0), {"name": "nop"}, move("copy", at("i", 0), at("o", a)),
             move("copy", at("s", 0), at("o", b))]  # fmt: skip
+
+
+def port(name: str, *numbers: int) -> dict[str, Any]:
+    return over(name, *numbers, kind="port")
+
+
+ONE, TWO = at("i", 0), {"tb_id": 0, "tbg_size": 2}
+UNSAFE: dict[str, tuple[Any, str]] = {
+    "a flush, which does nothing": (two("allgather", lambda a, b: [
+        port("signal", 0), port("wait", 0), NOP, move("copy", ONE, at("s", 0)), NOP,
+        move("put", at("s", 0), peer(0, a), "port", channel_ids=[0]), port("signal", 0),
+        port("flush", 0), NOP, move("copy", ONE, at("s", 0)), move("copy", ONE, at("o", a)),
+        port("wait", 0), NOP, port("signal", 0), port("wait", 0)],
+        (1, 2, 1), "o", "port", inplace=False), "race for scratch chunk 0"),
+    "packets, which hand on no writes": (two("allgather", lambda a, b: [
+        *meets(0), move("put", ONE, peer(1, a)), NOP, move("ppkt", ONE, peer(0, 0)),
+        move("upkt", at("s", 0), at("s", 2)), move("copy", ONE, at("o", a))],
+        (1, 2, 4), "so", inplace=False, packets=True), "lie where its chunks|race for output"),
+    "packets over plain scratch memory": (two("allgather", lambda a, b: [
+        *meets(0), move("put", ONE, peer(0, 1)), *meets(0, relaxed=False),
+        move("ppkt", ONE, peer(0, 0)), move("upkt", at("s", 0), at("o", b)),
+        move("copy", ONE, at("o", a))],
+        (1, 2, 2), "s", inplace=False, packets=True), "lie where its chunks 0 and 1 are"),
+    "packets in a Simple plan": ({**FILES["respkt"], "protocol": "Simple"}, "of protocol LL only"),
+    "barriers of some of the blocks": (plan("allgather", [gpu(
+        0, (1, 1, 0), [block(b, [{"name": "barrier", "barrier_id": 0, "num_threadblocks": 2},
+                                 *([move("copy", ONE, at("o", 0))] * (b == 0))]) for b in range(3)],
+        ())], inplace=False), "barrier 0 of rank 0 waits for 2 thread blocks, but 3 have it"),
+    "lanes that no nop divides": (two("allgather", lambda a, b: [
+        *meets(0), move("put", ONE, peer(0, 0)), NOP, over("signal", 0), over("wait", 0), NOP,
+        move("copy", at("s", 0), at("o", b)), move("copy", ONE, at("o", a)),
+        over("signal", 0, 0), over("wait", 0), over("wait", 0)],
+        (1, 2, 1), "s", inplace=False), "two threads use memory channel 0"),
+    "shares that chunks of three divide otherwise": (plan("allgather", [gpu(
+        0, (2, 2, 2), [
+            block(k, [move("copy", at("i", 0, 2), at("s", 0, 2),
+                           tbg_info={"tb_id": k, "tbg_size": 4}), NOP,
+                      move("copy", at("s", k // 2), at("o", k // 2),
+                           tbg_info={"tb_id": k % 2, "tbg_size": 2})]) for k in range(4)],
+        ())], inplace=False), "race for scratch"),
+    "other chunks than the collective's": (two("allreduce", lambda a, b: [NOP], (4, 1, 0), ""),
+                                           "4 input and 1 output chunks are not those"),
+    "no ranks": (plan("allgather", []), "numbered from 0"),
+    "no thread blocks": (plan("allgather", [gpu(0, (1, 1, 0), [], ())]), "has no thread blocks"),
+    "a peer's buffer by its type": (two("allgather", lambda a, b: [
+        move("put", ONE, at("o", 0))], (1, 2, 0), "o", inplace=False), "needs buffer_id"),
+    "an alignment of four": ({**FILES["res"], "buffer_alignment": 4}, "reads 16 bytes at once"),
+    "no channel for a port": (two("allgather", lambda a, b: [
+        move("put", ONE, peer(0, a), "port")], (1, 2, 0), "o", "port", inplace=False),
+        "needs a channel for each target"),
+    "a switch's group of one rank": (plan("allgather", [
+        {**data, "channels": data["channels"] if rank else []}
+        for rank, data in enumerate(FILES["gstore"]["gpus"])
+    ], inplace=False), "must be one of each|loader would refuse"),
+    "chunks without end": (two("allgather", lambda a, b: [NOP], (10**9, 2 * 10**9, 0), ""),
+                           "at most 16384 chunks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_what_would_not_go_as_written_is_refused(name: str) -> None:
+    data, words = UNSAFE[name]
+    with pytest.raises(PlanError, match=words):
+        proved(data)
+
+
+def test_pipelines_of_different_units_are_walked_in_parts() -> None:
+    """The sender signals once for each 512 KiB, the receiver waits twice for each MiB."""
+
+    def rank(a: int, b: int) -> dict[str, Any]:
+        ops = [move("put", ONE, peer(0, 0)), NOP, over("signal", 0)]
+        waits = [over("wait", 0), over("wait", 0), NOP, move("copy", at("s", 0), at("o", b))]
+        units = [(1 << 19, ops), (1 << 20, waits)]
+        both = [
+            {"name": "pipeline", "iter_context": {"unit_size": unit, "num_chunks": 1}, "ops": body}
+            for unit, body in units
+        ]  # fmt: skip
+        blocks = [block(0, [*meets(1), both[0]], [0, 1], [0]),
+                  block(1, [both[1], move("copy", ONE, at("o", a))], [0])]  # fmt: skip
+        return gpu(a, (1, 2, 1), blocks, [b, b], "s")
+
+    with pytest.raises(PlanError, match=r"deadlock|not waited for"):
+        proved(plan("allgather", [rank(0, 1), rank(1, 0)], inplace=False))
+
+
+def test_packets_in_a_pipeline_are_refused() -> None:
+    data = copy.deepcopy(FILES["repkt"])
+    for one in data["gpus"]:
+        ops = one["threadblocks"][0]["ops"]
+        context = {"unit_size": 1 << 19, "num_chunks": 1}
+        one["threadblocks"][0]["ops"] = [{"name": "pipeline", "iter_context": context, "ops": ops}]
+    with pytest.raises(PlanError, match="all packets of a chunk in each iteration"):
+        proved(data)
+
+
+def test_channels_one_way_are_fine_where_nobody_signals() -> None:
+    data = copy.deepcopy(FILES["rppkt"])
+    for rank, one in enumerate(data["gpus"]):
+        one["channels"][0]["connected_to"] = [(rank + 1) % 3]
+        one["threadblocks"][0]["channels"][0]["channel_ids"] = [0]
+    assert proved(data) == ""
+
+
+def test_many_semaphores_of_a_rank_are_fine() -> None:
+    data = copy.deepcopy(FILES["pipeline"])
+    for one in data["gpus"]:
+        one["semaphores"] *= 20
+    assert proved(data) == ""
 
 
 def test_each_fault_is_told() -> None:
@@ -247,7 +354,7 @@ def test_each_fault_is_told() -> None:
     )
     assert "has no op 'pot'" in fault(lambda a, b: [{"name": "pot"}])
     assert "at most 64 ops" in fault(lambda a, b: [{"name": "nop"}] * 65)
-    assert "must be of rank" in fault(
+    assert "needs type" in fault(
         lambda a, b: [{**move("copy", peer(0, 0), at("o", 0)), "channel_type": "memory"}]
     )
     with pytest.raises(PlanError, match="not of 'custom'"):

@@ -229,10 +229,10 @@ def test_a_model_by_name_gives_the_speed_that_the_text_does_not_tell() -> None:
     text = tabs(Machine(all_to_all(8, 18), "0 0 0 0 1 1 1 1", tails=["\t0-7\t0"] * 8))
     unknown, known = load(text), load(text, gpu="b300")
     assert str(bound(unknown)).startswith(
-        "allreduce: at most 257.1 GB/s = 72/7 links over NVLink (speed assumed); bottleneck"
+        "allreduce: at most 257.1 GB/s on the wires = 72/7 links over NVLink (speed assumed); "
     )
     assert str(bound(known)).startswith(
-        "allreduce: at most 514.3 GB/s = 72/7 links over NVLink; bottleneck"
+        "allreduce: at most 514.3 GB/s on the wires = 72/7 links over NVLink; bottleneck"
     )
     assert {k.bandwidth for k in known.fabric} == {50 * 10**9}
     with pytest.raises(TopologyError, match="unknown GPU model 'b9000': name it as nvidia-smi -L"):
