@@ -18,11 +18,13 @@ from rich.text import Text
 
 from linkweave import topology
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.foreign import nccl_tests
 from linkweave.collectives.overlap import PRESETS, models
 from linkweave.collectives.planning.algorithms.registry import NAMES as NAMED
 from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.topology import NAMES, Topology
 from linkweave.topology.checks import integer, shown
+from linkweave.topology.loading import read
 
 WIDTH = 100  # columns of a table
 console = Console(stderr=True)
@@ -57,6 +59,9 @@ def machine_of(
     spec: str, gpus: str | None, measured: str | None = None, model: str | None = None
 ) -> Topology:
     """The machine that --topology, --gpus, --measured and --gpu describe."""
+    log = measured and os.path.isfile(measured) and read(measured)
+    if log and nccl_tests.is_log(log):
+        return nccl_tests.with_times(machine_of(spec, gpus, None, model), log, measured or "")
     machine = topology.load(spec, measured, model)
     return machine if gpus is None else machine.subset(parse_gpus(gpus))
 
@@ -131,7 +136,7 @@ ChunksOption = Annotated[
 MeasuredOption = Annotated[
     str | None,
     typer.Option(help="A file of measured figures to use: what bench links or bench algorithms "
-                      "wrote, or p2pBandwidthLatencyTest printed."),
+                      "wrote, p2pBandwidthLatencyTest or nccl-tests printed."),
 ]  # fmt: skip
 ToOption = Annotated[
     tuple[str, Path] | None,
@@ -139,7 +144,7 @@ ToOption = Annotated[
 ]  # fmt: skip
 PlanFileOption = Annotated[
     Path | None,
-    typer.Option("--plan", metavar="FILE", help="Of plan --json, NCCL's graph or RCCL's trees."),
+    typer.Option("--plan", metavar="FILE", help="Of plan --json, MSCCL++, NCCL or RCCL."),
 ]
 ProfileOption = Annotated[
     str,

@@ -11,13 +11,13 @@ from rich.progress import Progress
 
 from linkweave import collectives
 from linkweave.bench.command import options
-from linkweave.bench.command.plans import check_chunks, one_of, read_plans
+from linkweave.bench.command.plans import check_chunks, one_of, read_foreign, read_plans
 from linkweave.collectives import CollectiveError, Plan
-from linkweave.collectives.foreign import nvls
+from linkweave.collectives.foreign import mscclpp, mscclpp_timing, nvls
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose
 from linkweave.collectives.planning.simulate import Timeline
-from linkweave.topology import bound
+from linkweave.topology import Topology, bound
 from linkweave.topology.bounds import BOUNDED
 
 LEGEND = (
@@ -55,6 +55,9 @@ def simulate(
             raise CollectiveError(
                 "--plan has its own collective, root, algorithm and chunks: leave those out"
             )
+        if foreign := read_foreign(plan):
+            _tell(foreign, mscclpp_timing.simulate(foreign, found, nbytes), found, nbytes, as_json)
+            return
         given = read_plans(plan, found, nbytes)
         collective, root = given[0].collective, given[0].root
         names = tuple(made.algorithm for made in given)
@@ -103,6 +106,26 @@ def simulate(
             f"by switches, which plans for MSCCL++ use (plan --to mscclpp): "
             f"{told.seconds * 1e6:.1f} us, {nbytes / told.seconds / 1e9:.2f} GB/s"
         )
+
+
+def _tell(
+    plan: mscclpp.ExecutionPlan, told: mscclpp_timing.Timing, machine: Topology, nbytes: int,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Print the time of a plan of MSCCL++."""
+    row = {"algorithm": plan.name, "time_us": told.seconds * 1e6,
+           "algbw_gbs": nbytes / told.seconds / 1e9 if told.seconds else 0.0,
+           "busiest_link": max(told.utilisation.values(), default=0.0)}  # fmt: skip
+    if as_json:
+        what = {"topology": machine.name, "collective": plan.collective, "size": nbytes}
+        print(json.dumps({**what, "auto": None, "rows": [row]}))
+        return
+    print(f"{plan.collective} of {size_text(nbytes)} on {machine.name} by MSCCL++")
+    print(options.table(
+        ("plan", "us", "GB/s", "busiest link"),
+        [(row["algorithm"], f"{row['time_us']:.1f}", f"{row['algbw_gbs']:.2f}",
+          f"{row['busiest_link']:.0%}")],
+    ))  # fmt: skip
 
 
 def _row(made: Plan, line: Timeline) -> dict[str, Any]:

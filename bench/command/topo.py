@@ -12,12 +12,14 @@ import typer
 from linkweave import collectives, topology
 from linkweave.bench.command import options, plans
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.foreign import mscclpp_proof, mscclpp_timing
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
 from linkweave.topology.compare import compare as match
 from linkweave.topology.compare import in_words
 from linkweave.topology.errors import TopologyError
+from linkweave.topology.parts import PlanLike
 from linkweave.topology.text import link_table
 
 
@@ -27,8 +29,8 @@ def topo(
     png: Annotated[Path | None, typer.Option(help="Draw the machine to this PNG file.")] = None,
     plan: Annotated[
         str | None,
-        typer.Option(help="Draw a plan over the links: a file that plan --json wrote, an NCCL "
-                          f"graph (its rings), or one of {', '.join(ALGORITHMS['allreduce'])}."),
+        typer.Option(help="Draw a plan over the links: a file of plan --json, MSCCL++, NCCL (its "
+                          f"rings) or RCCL, or one of {', '.join(ALGORITHMS['allreduce'])}."),
     ] = None,
     part: Annotated[
         int | None,
@@ -53,7 +55,7 @@ def topo(
     found = options.machine_of(machine, gpus, measured, gpu)
     paths = [p for p in (svg, png) if p]
     options.writable(svg=svg, png=png, xml=xml)
-    drawn = None
+    drawn: PlanLike | None = None
     for flag, given in (("--plan", plan), ("--tree", part), ("--all-links", all_links)):
         if given is not None and given is not False and not paths:
             raise CollectiveError(f"{flag} draws: give --svg FILE or --png FILE as well")
@@ -63,7 +65,11 @@ def topo(
                 f"--plan: {plan!r} is neither a file nor an algorithm; algorithms are "
                 f"{', '.join(ALGORITHMS['allreduce'])}"
             )
-        drawn = plans.read_plans(Path(plan), found)[0]
+        if foreign := plans.read_foreign(Path(plan)):
+            mscclpp_proof.verify(foreign, found)
+            drawn = mscclpp_timing.as_drawn(foreign)
+        else:
+            drawn = plans.read_plans(Path(plan), found)[0]
     if compare is not None:
         other = topology.load(compare)
         if as_json:

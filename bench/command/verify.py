@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +11,25 @@ import typer
 
 from linkweave.bench.command import options
 from linkweave.bench.command.plans import read_plans
-from linkweave.collectives import CollectiveError
+from linkweave.collectives import CollectiveError, PlanError
 from linkweave.collectives.foreign import mscclpp, mscclpp_proof, nccl_graph, rccl
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.verify import check_form, check_links, prove
 from linkweave.topology.loading import read
+
+_MOST_TOLD = 12
+_PLACE = re.compile(r"rank (\d+), thread block (\d+), op (\d+)")
+
+
+def steps_before(plan: mscclpp.ExecutionPlan, fault: str) -> Iterator[str]:
+    """What the thread blocks that a fault names do up to there."""
+    for rank, block, last in dict.fromkeys(_PLACE.findall(fault)):
+        ops = plan.gpus[int(rank)].blocks[int(block)]
+        yield f"rank {rank}, thread block {block}:"
+        for at in range(max(0, int(last) + 1 - _MOST_TOLD), int(last) + 1):
+            mark = ">" if at == int(last) else " "
+            yield f" {mark} op {at}: {ops[at]}"
+            yield from (f"      {at}.{k}: {op}" for k, op in enumerate(ops[at].body))
 
 
 def verify(
@@ -31,7 +47,10 @@ def verify(
     shown = ["result", "order of accesses", "progress"]
     if mscclpp.is_plan(text):
         foreign = mscclpp.read(text)
-        remark = mscclpp_proof.verify(foreign, machine)
+        try:
+            remark = mscclpp_proof.verify(foreign, machine)
+        except PlanError as error:
+            raise PlanError("\n".join([str(error), *steps_before(foreign, str(error))])) from None
         blocks = sum(len(gpu.blocks) for gpu in foreign.gpus)
         how = "in place" if foreign.inplace else "out of place"
         print(

@@ -55,7 +55,19 @@ def exported(plan: Plan, nbytes: int, topology: Topology | None = None) -> Execu
     made = _Export(plan, nbytes).plan()
     mscclpp.check(made)
     verify(made, topology)
+    check_size(made, nbytes)
     return made
+
+
+def check_size(plan: ExecutionPlan, nbytes: int) -> None:
+    """Raise PlanError unless MSCCL++ takes a message of so many bytes."""
+    if nbytes % plan.least or not plan.least <= nbytes <= plan.most:
+        below = min(nbytes // plan.least * plan.least, plan.most)
+        near = " or ".join(str(n) for n in (below, below + plan.least) if 0 < n <= plan.most)
+        raise PlanError(
+            f"MSCCL++ takes messages of whole chunks of {ALIGN} bytes, here multiples of "
+            f"{plan.least} up to {plan.most}, not {nbytes}: pad it to {near}"
+        )
 
 
 class _Export:

@@ -90,7 +90,7 @@ def _quirk(plan: ExecutionPlan, op: Op, inside: bool) -> str:
     port = op.channel_type == "port"
     packets = any(what in "pqn" for what in kinds)
     if op.name == "get" and any(a.index != b.index for a, b in zip(op.src, op.dst, strict=True)):
-        return "exchanges the offsets of a get's two sides"
+        return "exchanges the offsets of the two sides of a get"
     if op.name == "get" and plan.reuses and len({r.buffer for r, _ in regions(op)}) > 1:
         return "exchanges the two sides of a get where it reuses scratch memory"
     if op.name in PUTS and not port and len({region.buffer for region in op.src}) > 1:

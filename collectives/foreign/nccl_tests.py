@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.explain import size_text
+from linkweave.collectives.planning.collective import ALLREDUCE
+from linkweave.collectives.planning.explain import NCCL, size_text
 from linkweave.collectives.planning.planner import plan_collective
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
 from linkweave.topology.json_reader import parse_json
+from linkweave.topology.timings import Timing
 
 NAMES = {
     "all_reduce": "allreduce", "all_gather": "allgather", "reduce_scatter": "reduce_scatter",
@@ -126,6 +128,25 @@ def _ranks_of(collective: str, factor: float) -> int:
     return near[0] if len(near) == 1 else 0
 
 
+def with_times(topology: Topology, text: str, where: str) -> Topology:
+    """The machine with NCCL's measured all-reduces, beside which `explain` puts ours."""
+    log = read(text, where)
+    if (log.collective or ALLREDUCE) != ALLREDUCE:
+        raise CollectiveError(f"{where}: times of {log.collective}; only all-reduces are compared")
+    _check_ranks(log, topology)
+    times = tuple(Timing(NCCL, row.nbytes, 1, row.seconds) for row in log.rows)
+    return replace(topology, timings=(*topology.timings, *times))
+
+
+def _check_ranks(log: Log, topology: Topology) -> None:
+    size = len(topology.gpus)
+    if log.ranks and log.ranks != size:
+        raise CollectiveError(
+            f"the log is of {log.ranks} ranks, but {topology.name} has {size} GPUs: name those on "
+            "which it was made"
+        )
+
+
 # ---- judging -------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Judged:
@@ -174,11 +195,7 @@ def judge(log: Log, topology: Topology, collective: str = "") -> Judgement:
     if collective and kind != collective:
         raise CollectiveError(f"the log is of {kind}, not of {collective}")
     size = len(topology.gpus)
-    if log.ranks and log.ranks != size:
-        raise CollectiveError(
-            f"the log is of {log.ranks} ranks, but {topology.name} has {size} GPUs: name those on "
-            "which it was made"
-        )
+    _check_ranks(log, topology)
     best = bound(topology, kind).algbw if kind in BOUNDED else float("inf")
     rows = []
     for row in log.rows:

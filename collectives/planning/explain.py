@@ -29,6 +29,10 @@ SIZES = tuple(1 << i for i in range(10, 31))
 """Bytes of the messages for which crossovers are listed: 1 KiB to 1 GiB."""
 
 
+NCCL = "nccl"
+"""The name of its measured times, beside those of algorithms."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One algorithm with its best number of chunks, simulated; `seconds` are measured if possible.
@@ -69,6 +73,8 @@ class Explanation:
 
     reduced: Bound | None = None
     """The bound where switches reduce, if some do."""
+    nccl: float | None = None
+    """Seconds that NCCL has taken, if the machine has its times."""
 
     @property
     def bottleneck(self) -> str:
@@ -98,6 +104,14 @@ class Explanation:
             "which it carries bytes; (measured): the time, not a prediction",
             *(line for name, why in self.refused for line in wrap(f"{name}: {why}", 100)),
         ]
+        if self.nccl:
+            ours = min(row.seconds for row in self.rows)
+            told = (
+                f"NCCL took {self.nccl * 1e6:.1f} us, {self.nbytes / self.nccl / 1e9:.2f} GB/s, "
+                f"{self.nbytes / self.nccl / self.bound.algbw:.1%} of the bound, and "
+                f"{self.nccl / ours:.2f} times as long as {self.rows[0].algorithm} is predicted to"
+            )
+            lines += ["", *wrap(told, 100)]
         spans = ", ".join(f"{name} from {size_text(size)}" for size, name in self.crossovers)
         return "\n".join([*lines, "", *wrap(f"auto takes {spans}", 100), *self._sparse()])
 
@@ -160,6 +174,7 @@ def explain(
         topology.name, nbytes, tuple(rows), tuple(refused), choice,
         _reason(rows, choice, nbytes), best, crossovers(topology), k,
         () if k is None else sparse_costs(topology, nbytes // 4, k), reducing_bound(topology),
+        (measured_seconds(topology.timings, NCCL, nbytes) or (None,))[0],
     )  # fmt: skip
 
 

@@ -162,6 +162,21 @@ def test_a_tuner_has_the_fastest_way_of_each_size(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["nccl-tuner", "tree/ll"]).exit_code
 
 
+def test_explain_puts_measured_times_beside_ours(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(new(V100))
+    words = ["plan", "dgx1-v100", "-s", "64M", "--explain", "--measured", str(path)]
+    done = CliRunner().invoke(app, words)
+    said = " ".join(done.stdout.split())
+    assert done.exit_code == 0, done.output
+    assert "NCCL took 992.7 us, 67.60 GB/s, 78.9% of the bound, and 1.19 times as long" in said
+    done = CliRunner().invoke(app, [*words, "--gpus", "0-3"])
+    assert done.exit_code and "of 8 ranks" in str(done.exception)
+    path.write_text(old(V100, program="all_gather_perf"))
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code and "only all-reduces" in str(done.exception)
+
+
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text(new(V100))

@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from mscclpp_engine import Engine, Wrong
 from mscclpp_files import FILES, NOP, at, block, gpu, meets, move, over, peer, plan, two
+from typer.testing import CliRunner
 
 from linkweave import collectives, topology
+from linkweave.bench.command.cli import app
 from linkweave.collectives import PlanError
-from linkweave.collectives.foreign import mscclpp
+from linkweave.collectives.foreign import mscclpp, mscclpp_timing
 from linkweave.collectives.foreign.mscclpp_export import exported
 from linkweave.collectives.foreign.mscclpp_proof import verify
 from linkweave.collectives.planning.planner import plan_collective
@@ -60,14 +64,25 @@ ALGORITHMS = (
 )  # fmt: skip
 
 
+WHOLE = 16 * 8 * 17 * 5 * 7
+"""Bytes that every plan here divides."""
+
+
 @cache
 def ours(machine: str, algorithm: str, nbytes: int, collective: str = "allreduce") -> str:
+    """A plan of ours for about so many bytes."""
     topo = topology.load(machine)
+    nbytes -= nbytes % len(topo.gpus)
     if collective == "allreduce":
         plan = collectives.plan_allreduce(topo, nbytes, algorithm)
     else:
         plan = plan_collective(collective, topo, nbytes)
-    return exported(plan, nbytes, topo).to_json()
+    try:
+        return exported(plan, nbytes, topo).to_json()
+    except PlanError as error:  # which says what to pad the message to
+        padded = re.search(r"(\d+)$", str(error))
+        assert padded
+        return exported(plan, int(padded[1]), topo).to_json()
 
 
 @pytest.mark.parametrize("nbytes", [1 << 14, 1 << 26])
@@ -78,7 +93,7 @@ def test_all_reduces_of_ours(algorithm: str, nbytes: int) -> None:
     plan = mscclpp.read(text)
     assert mscclpp.read(plan.to_json()) == plan
     looped = any(op.body for *_, op in plan.ops())
-    assert looped == (nbytes > 1 << 20 and algorithm != "one_shot")
+    assert looped or nbytes < 1 << 20 or algorithm == "one_shot"
     run(json.loads(text), 1, 4)
 
 
@@ -92,13 +107,61 @@ def test_other_collectives_of_ours(collective: str, machine: str) -> None:
 def test_ours_for_some_gpus_of_a_machine() -> None:
     for count in (2, 3, 5, 7):
         topo = topology.load("dgx1-v100").subset(range(count))
-        for algorithm in ("double_tree", "packed_trees"):
-            plan = collectives.plan_allreduce(topo, 1 << 22, algorithm)
-            run(json.loads(exported(plan, 1 << 22, topo).to_json()), 1, 4)
+        plan = collectives.plan_allreduce(topo, 1 << 22, "double_tree")
+        run(json.loads(exported(plan, 1 << 22, topo).to_json()), 1, 4)
+
+
+GOLDEN = sorted(
+    path.stem.rsplit("-", 2) for path in (Path(__file__).parents[1] / "golden").glob("*-*-*.txt")
+)
+
+
+@pytest.mark.parametrize(("machine", "collective", "algorithm"), GOLDEN)
+def test_golden_plans_leave_or_say_why_not(machine: str, collective: str, algorithm: str) -> None:
+    topo = topology.load(machine.replace("x", " x ", 1) if machine[0].isdigit() else machine)
+    if collective not in ("allreduce", "allgather", "reduce_scatter", "alltoall"):
+        root = ((0, 1),) if collective == "sendrecv" else 0
+        plan = plan_collective(collective, topo, 3 * WHOLE, root)
+        with pytest.raises(PlanError, match=f"not of a {collective}"):
+            exported(plan, 3 * WHOLE)
+        return
+    nbytes = WHOLE * len(topo.gpus) * 3
+    plan = plan_collective(collective, topo, nbytes, 0, algorithm)
+    run(json.loads(exported(plan, nbytes, topo).to_json()), 1, 4)
+
+
+@pytest.mark.parametrize("nbytes", [WHOLE, 64 * WHOLE, 1024 * WHOLE])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_they_take_as_long_as_ours(algorithm: str, nbytes: int) -> None:
+    """Simulated, with the same model: each op has the time of a step of ours. What differs is that
+    no step waits for a free slot, and the turns on links that several connections share."""
+    topo = topology.load("dgx1-v100")
+    plan = collectives.plan_allreduce(topo, nbytes, algorithm)
+    ours = collectives.simulate(plan, topo, nbytes)
+    theirs = mscclpp_timing.simulate(exported(plan, nbytes, topo), topo, nbytes)
+    assert 0.9 * ours.seconds < theirs.seconds < 1.06 * ours.seconds
+    busy = {ends: share * ours.seconds for ends, share in ours.utilisation.items() if share}
+    shares = {ends: share * theirs.seconds for ends, share in theirs.utilisation.items()}
+    assert shares == pytest.approx(busy, rel=0.01)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_others_are_simulated_and_drawn(name: str, tmp_path: Path) -> None:
+    plan = mscclpp.read(json.dumps(FILES[name]))
+    topo = topology.load("dgx-h100").subset(range(len(plan.gpus)))
+    told = mscclpp_timing.simulate(plan, topo, 1 << 20 if len(plan.gpus) != 3 else 3 << 18)
+    assert 0 < told.seconds < 1e-3 and 0 < max(told.utilisation.values()) <= 1
+    picture = tmp_path / "plan.svg"
+    topology.draw(topo, [picture], mscclpp_timing.as_drawn(plan))
+    assert picture.stat().st_size > 1000
+    with pytest.raises(PlanError, match="takes messages of"):
+        mscclpp_timing.simulate(plan, topo, 1001)
 
 
 def test_what_does_not_fit_is_told() -> None:
     topo = topology.load("dgx1-v100")
+    with pytest.raises(PlanError, match=r"multiples of 16 up to .*, not 1000: pad it to 992 or"):
+        exported(collectives.plan_allreduce(topo, 1000, "chain", 1), 1000)
     with pytest.raises(PlanError, match=r"at most 64 ops .* has 87"):
         exported(collectives.plan_allreduce(topo, 1 << 20, "ring"), 1 << 20)
     with pytest.raises(PlanError, match="not of a broadcast"):
@@ -332,6 +395,17 @@ def test_many_semaphores_of_a_rank_are_fine() -> None:
     for one in data["gpus"]:
         one["semaphores"] *= 20
     assert proved(data) == ""
+
+
+def test_the_command_tells_the_steps(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    ops = [[op for k, op in enumerate(sent(a, 1 - a)) if k != 9] for a in range(2)]
+    data = two("allgather", lambda a, b: ops[a], (1, 2, 1), "s", inplace=False)
+    path.write_text(json.dumps(data))
+    done = CliRunner().invoke(app, ["verify", str(path)])
+    said = str(done.exception)
+    assert "race for scratch chunk 0" in said and "rank 0, thread block 0:" in said
+    assert "   op 7: signal memory channel 0" in said and " > op 10: copy of" in said
 
 
 def test_each_fault_is_told() -> None:

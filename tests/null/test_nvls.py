@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from linkweave import topology
 from linkweave.bench.command.cli import app
 from linkweave.collectives import PlanError
-from linkweave.collectives.foreign import mscclpp, nvls
+from linkweave.collectives.foreign import mscclpp, mscclpp_timing, nvls
 from linkweave.collectives.foreign.mscclpp_proof import verify
 from linkweave.topology import bound, reducing_bound
 
@@ -42,6 +42,11 @@ def test_the_plan_is_right(gpus: int) -> None:
     assert verify(plan, machine) == "" and mscclpp.read(plan.to_json()) == plan
     assert plan.least == 16 * gpus * nvls.BLOCKS
     Engine(json.loads(plan.to_json()), 2, lambda unit: unit, gpus).run(2)
+    # by wires each GPU sends and receives 1 + 1/P times the message
+    nbytes = plan.least << 14
+    told = mscclpp_timing.simulate(plan, machine, nbytes)
+    wires = nbytes * (1 + 1 / gpus) / 450e9
+    assert wires < told.seconds < 1.05 * wires + 15e-6
     # without the first meeting, a rank adds up what others have not filled
     for one in (data := json.loads(plan.to_json()))["gpus"]:
         del one["threadblocks"][0]["ops"][:2]
