@@ -89,16 +89,17 @@ def dgx1_p100() -> Topology:
     return _dgx1("dgx1-p100", (both(a, b, NVLINK1) for a, b in _CUBE_MESH))
 
 
-# Four modules of two dies each; links between two dies, by RCCL's model of the node.
+# Four modules of two dies each; links between two dies, by models 66 and 67 of RCCL's
+# `rome_models.cc`. Others, 73 and 74, have the same wiring in another order.
 _MI250X = {
     (0, 1): 4, (2, 3): 4, (4, 5): 4, (6, 7): 4, (0, 4): 2, (2, 6): 2, (0, 6): 1, (2, 4): 1,
     (1, 3): 1, (1, 7): 1, (3, 5): 1, (5, 7): 1,
 }  # fmt: skip
-_XGMI = "xGMI links as AMD's data sheet has them; RCCL reckons with three quarters of that"
+_XGMI = "xGMI links as AMD's data sheet has them; RCCL reckons with 72 to 75 % of that"
 
 
 def mi250x() -> Topology:
-    """Eight dies of four MI250X, joined by xGMI links of 50 GB/s, as in a node of Frontier."""
+    """Eight dies of four MI250X, joined by xGMI links of 50 GB/s."""
     pairs = (both(a, b, 50 * speeds.GB, n, kind="xgmi") for (a, b), n in _MI250X.items())
     return _machine("mi250x", 8, pairs, _XGMI)
 

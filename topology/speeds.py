@@ -40,6 +40,15 @@ SOCKETS = 10 * GB  # between two CPUs that are not known: Skylake's
 _GTS = {"2.5": 15, "5": 30, "8": 60, "16": 120, "32": 240, "64": 480}  # NCCL: 100 Mbit/s a lane
 
 
+_PAYLOAD = {60: 18 * GB, 70: 20 * GB, 80: 20 * GB, 86: 12 * GB, 90: 20_600_000_000,
+            100: 40_100_000_000}  # fmt: skip
+
+
+def payload(sm: int) -> float:
+    """What NCCL reckons of an NVLink of such a GPU, as a share (`src/graph/topo.h`)."""
+    return _since(_PAYLOAD, sm, _PAYLOAD[70]) / nvlink(sm)
+
+
 def nvlink(sm: int) -> int:
     """Speed of one NVLink of a GPU with this compute capability (times ten)."""
     return _since(_NVLINK, sm, NVLINK)

@@ -17,7 +17,7 @@ from linkweave import collectives
 from linkweave.bench.command import options
 from linkweave.collectives import CollectiveError, Explanation, Plan
 from linkweave.collectives.foreign import mscclpp, nccl_graph, nvls, rccl
-from linkweave.collectives.foreign.mscclpp_export import exported
+from linkweave.collectives.foreign.mscclpp_export import check_size, exported
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.cost import MAX_CHUNKS
 from linkweave.collectives.planning.explain import size_text
@@ -101,7 +101,10 @@ def plan(
         return
     if sparse is not None:
         raise CollectiveError("--sparse goes with --explain")
-    if to is not None and to[0] == "mscclpp" and algorithm in ("auto", NVLS):
+    if algorithm == NVLS and (steps or chunks is not None):
+        raise CollectiveError(f"{NVLS} is no plan of ours: leave out --steps and --chunks")
+    switches = algorithm == NVLS or (algorithm == "auto" and chunks is None and not steps)
+    if to is not None and to[0] == "mscclpp" and switches:
         text = by_switches(to[1], found, nbytes, collective, algorithm)
         if text:
             print(to[1].read_text().rstrip() if as_json else text)
@@ -137,12 +140,15 @@ def by_switches(
     few = 1 < len(machine.gpus) <= nvls.MOST_RANKS
     if collective != "allreduce" or (algorithm == "auto" and not (machine.reducing and few)):
         return ""
+    if nbytes <= 0:
+        raise CollectiveError(f"--to writes plans for messages of some bytes, not {nbytes}")
     told = nvls.predict(machine, nbytes)
     # of plans of ours, times count what links carry on the wire
-    other = predict(machine, nbytes, choose(machine, nbytes))[0] / nvls.PAYLOAD
+    other = predict(machine, nbytes, choose(machine, nbytes))[0] / told.payload
     if algorithm == "auto" and told.seconds >= other:
         return ""
     made, rate, reduced = nvls.nvls(machine), nbytes / told.seconds, reducing_bound(machine)
+    check_size(made, nbytes)
     path.write_text(made.to_json() + "\n")
     why = f"auto expects it to be {other / told.seconds:.1f} times as fast as plans for any engine"
     facts = {
@@ -171,12 +177,14 @@ def write_for(engine: str, path: Path, made: Plan, machine: Topology, nbytes: in
         graphs = nccl_graph.of_plan(made, machine)
         path.write_text(nccl_graph.write(graphs))
         count = len(graphs[0].channels)
-        several = "s"[: count != 1]
-        return f"{path}: {count} channel{several}, for NCCL_GRAPH_FILE; NCCL sizes its own chunks"
+        what = f"{count} channel{'s'[: count != 1]} of {graphs[0].speed:g} GB/s"
+        trees = ", for its trees" if len(graphs) == 1 else ""
+        return f"{path}: {what}{trees}, for NCCL_GRAPH_FILE; NCCL sizes its own chunks"
     if engine == "rccl":
         path.write_text(text := rccl.write(made, machine))
         lost = "".join(
-            f"; {a} - {b} have no link, so that RCCL finds its own way" for a, *_, b in made.detours
+            f"; GPUs {machine.gpus[a]} and {machine.gpus[b]} have no link: RCCL finds its own way"
+            for a, *_, b in made.detours
         )
         return f"{path}: sets {text.partition('=')[0]}{lost}"
     foreign = exported(made, nbytes, machine)

@@ -61,7 +61,10 @@ def simulate(
         given = read_plans(plan, found, nbytes)
         collective, root = given[0].collective, given[0].root
         names = tuple(made.algorithm for made in given)
-        if len(given) > 1 and trace is None:  # of NCCL, beside what it could be given
+        foreign_rings = given[0].algorithm.startswith(("nccl_", "rccl_"))
+        if foreign_rings and trace is not None:
+            given, names = given[:1], names[:1]
+        elif foreign_rings:  # beside what NCCL could be given
             given += [collectives.plan_allreduce(found, nbytes, name) for name in ("ring", "chain")]
             names += ("ring", "chain")
     else:
@@ -90,7 +93,7 @@ def simulate(
         print(json.dumps({**what, "auto": chosen, "rows": rows}))
         return
     taken = f"; auto takes {chosen}" if chosen else f" by {plan}"
-    if len(given) > 1 and collective in BOUNDED:
+    if given and collective in BOUNDED:
         taken += f", where at most {bound(found, collective).algbw / 1e9:.2f} GB/s are possible"
     print(f"{collective} of {size_text(nbytes)} on {found.name}{taken}")
     print(options.table(

@@ -1,14 +1,16 @@
 """NCCL's graphs: the rings and trees that it has chosen, and that it can be given.
 
 NCCL writes them to `NCCL_GRAPH_DUMP_FILE`, and takes them from `NCCL_GRAPH_FILE`. The form is
-version 1 of `src/graph/search.cc` in NCCL 2.30. A file is of one node; its GPUs are CUDA devices.
-Inside a node, a tree is a chain in the order of its channel.
+version 1 of `src/graph/search.cc` in NCCL 2.30. A file is of one node; its GPUs have the numbers of
+NVML and `nvidia-smi`, whatever CUDA_VISIBLE_DEVICES says. Inside a node, a tree is a chain in the
+order of its channel.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,7 +21,8 @@ from linkweave.collectives.planning.algorithms.rings import ring_of
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.planning.plan import Plan
-from linkweave.topology import Topology, Vertex
+from linkweave.topology import Topology, Vertex, speeds
+from linkweave.topology.link import DIRECT
 from linkweave.topology.nccl_xml import Element, parse_xml
 from linkweave.topology.parts import parts_of
 
@@ -29,8 +32,9 @@ KINDS = {RING: "ring", TREE: "tree", 2: "collnet chain", 3: "NVLS", 4: "collnet 
 _PATTERNS = {RING: 4, TREE: 3}
 MOST_CHANNELS = 32
 """Of a ring or a tree: half of NCCL's, which it doubles itself."""
-PAYLOAD = 0.8
-"""What NCCL reckons of an NVLink: 20 of 25 GB/s (`src/graph/topo.h`)."""
+CHANNEL = 20.0
+"""GB/s of a channel at most: NCCL's own search has no faster ones before it doubles them, and one
+channel alone cannot fill more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Graph:
     def algorithm(self, topology: Topology) -> Algorithm:
         """The all-reduce that NCCL does by these channels. Raises PlanError for kinds that are
         neither rings nor chains, and other GPUs than the machine has."""
+        if not self.channels:
+            raise PlanError(f"the graph has no channels of NCCL's kind {KINDS[self.kind]}")
         if self.kind not in _PATTERNS:
             raise PlanError(f"linkweave has no plans of NCCL's kind {KINDS[self.kind]}")
         size, rank_of = len(topology.gpus), {g: r for r, g in enumerate(topology.gpus)}
@@ -83,7 +89,7 @@ def read(text: str, where: str = "NCCL graph") -> dict[int, Graph]:
         raise PlanError(f'{where}: line {root.line}: not NCCL\'s <graphs version="1">')
     found: dict[int, Graph] = {}
     for element in root.all("graph"):
-        kind = int(_number(element, "id", where))
+        kind = _whole(element, "id", where)
         if kind not in KINDS:
             raise PlanError(f"{where}: line {element.line}: NCCL has no graph of id {kind}")
         channels = [*element.all("channel")]
@@ -91,7 +97,7 @@ def read(text: str, where: str = "NCCL graph") -> dict[int, Graph]:
             kind, tuple(_devices(channel, "gpu", where) for channel in channels),
             tuple(_devices(channel, "net", where) for channel in channels),
             _number(element, "speedintra", where), element.attributes.get("typeintra", ""),
-            int(_number(element, "pattern", where)),
+            _whole(element, "pattern", where),
         )  # fmt: skip
     if not any(graph.channels for graph in found.values()):
         raise PlanError(f"{where}: no channels in it")
@@ -99,13 +105,24 @@ def read(text: str, where: str = "NCCL graph") -> dict[int, Graph]:
 
 
 def _devices(channel: Element, tag: str, where: str) -> tuple[int, ...]:
-    return tuple(int(_number(element, "dev", where, 16)) for element in channel.all(tag))
+    return tuple(_whole(element, "dev", where) for element in channel.all(tag))
 
 
-def _number(element: Element, key: str, where: str, base: int = 10) -> float:
+def _whole(element: Element, key: str, where: str) -> int:
+    """Newer dumps have 0x before a number that is not decimal; NCCL itself has read all as such
+    since 2.21."""
+    return int(_number(element, key, where, lambda text: int(text, 0)))
+
+
+def _number(
+    element: Element, key: str, where: str, parse: Callable[[str], float] = float
+) -> float:  # fmt: skip
     text = element.attributes.get(key, "")
     try:
-        return int(text, base) if base == 16 else float(text)
+        found = parse(text)
+        if not math.isfinite(found):
+            raise ValueError
+        return found
     except ValueError:
         raise PlanError(
             f"{where}: line {element.line}: <{element.tag}> needs a number {key}, not {text!r}"
@@ -118,21 +135,31 @@ def of_plan(plan: Plan, topology: Topology) -> tuple[Graph, ...]:
     rings come as chains as well. Raises PlanError for a plan of another kind."""
     if plan.collective != "allreduce":
         raise PlanError(f"NCCL takes the channels of an allreduce, not of a {plan.collective}")
-    if len(topology.gpus) < 2:
-        raise PlanError("NCCL takes graphs of two GPUs and more")
+    refuse_other_machines("NCCL", topology, "nvlink")
     channels = _chains(plan, topology) if plan.trees else rings_of(plan, topology)
     if plan.detours:
         raise PlanError("NCCL has no detours: a GPU does not forward what is not its own")
     if len(channels) > MOST_CHANNELS:
-        raise PlanError(
-            f"NCCL takes at most {MOST_CHANNELS} channels; this plan has {len(channels)}"
-        )
+        raise PlanError(f"NCCL takes at most {MOST_CHANNELS} channels, not {len(channels)}")
     found = []
     for kind in (TREE,) if plan.trees else (RING, TREE):
-        hops = [hop for channel in channels for hop in _hops(channel, kind)]
-        speed, path = _speed(hops, topology)
-        found.append(Graph(kind, channels, (), speed, path, _PATTERNS[kind]))
+        speed, path = _speed(channels, kind, topology)
+        times = min(max(1, math.ceil(speed / CHANNEL - 0.01)), MOST_CHANNELS // len(channels))
+        every = channels * times
+        speed, _ = _speed(every, kind, topology)
+        found.append(Graph(kind, every, (), speed, path, _PATTERNS[kind]))
     return tuple(found)
+
+
+def refuse_other_machines(engine: str, topology: Topology, kind: str) -> None:
+    """Raise PlanError unless this is one node of GPUs of the engine's vendor."""
+    kinds = {link.kind for link in topology.fabric}
+    if len(topology.gpus) < 2:
+        raise PlanError(f"{engine} takes graphs of two GPUs and more")
+    if "network" in kinds:
+        raise PlanError(f"{engine} takes graphs of one node, not of {topology.name}")
+    if "memory" in kinds or kinds & set(DIRECT) - {kind}:
+        raise PlanError(f"{engine} does not run on {topology.name}")
 
 
 def rings_of(plan: Plan, topology: Topology) -> tuple[tuple[int, ...], ...]:
@@ -173,8 +200,9 @@ def _hops(channel: Sequence[int], kind: int) -> Iterable[tuple[int, int]]:
     return [*pairwise(channel), ends] if kind == RING else pairwise(channel)
 
 
-def _speed(hops: Sequence[tuple[int, int]], topology: Topology) -> tuple[float, str]:
-    """GB/s of a hop that shares its links with the others, and the longest kind of path."""
+def _speed(channels: Sequence[Sequence[int]], kind: int, topology: Topology) -> tuple[float, str]:
+    """GB/s of a channel that shares links with the others, and the longest kind of path."""
+    hops = [hop for channel in channels for hop in _hops(channel, kind)]
     uses: Counter[tuple[Vertex, Vertex]] = Counter()
     for a, b in hops:
         for ends in pairwise(topology.hops[a, b]):
@@ -182,7 +210,8 @@ def _speed(hops: Sequence[tuple[int, int]], topology: Topology) -> tuple[float, 
     rates, kinds = [], set()
     for ends, times in uses.items():
         link = topology.by_ends[ends]
-        payload = PAYLOAD if link.kind == "nvlink" else 1.0
+        nvlink = link.kind == "nvlink"
+        payload = speeds.payload(speeds.generation(link.bandwidth)) if nvlink else 1.0
         rates.append(link.bandwidth * link.count * payload / times / 1e9)
         kinds.add(link.kind)
     longest = max(len(topology.hops[hop]) for hop in hops)
@@ -194,7 +223,7 @@ def _speed(hops: Sequence[tuple[int, int]], topology: Topology) -> tuple[float, 
         path = "PHB"
     else:
         path = "PIX" if longest <= 3 else "PXB"
-    return int(min(rates) * 10) / 10, path
+    return int(min(rates) * 10 + 1e-6) / 10, path
 
 
 def write(graphs: Iterable[Graph]) -> str:

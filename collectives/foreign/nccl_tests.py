@@ -5,9 +5,11 @@ The text and the JSON (`-J FILE`) of nccl-tests 2.18 are read, and the text of o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
@@ -17,6 +19,7 @@ from linkweave.collectives.planning.planner import plan_collective
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
+from linkweave.topology.checks import shown
 from linkweave.topology.json_reader import parse_json
 from linkweave.topology.timings import Timing
 
@@ -26,19 +29,32 @@ NAMES = {
     "scatter": "scatter",
 }  # fmt: skip
 """Our names of the collectives, by the names of its programs."""
-_HEAD = re.compile(r"^#?\s*size\s+count\s+type\b.*\btime\b.*\balgbw\b", re.MULTILINE)
+_HEAD = re.compile(r"^#?\s*size\s+count\s+type\b.*\balgbw\b", re.MULTILINE)
 _PROGRAM = re.compile(rf"\b({'|'.join(sorted(NAMES, key=len, reverse=True))})_perf")
+_RANK = re.compile(r"^#?\s*Rank\s+(\d+)\b", re.MULTILINE)
+_TAG = re.compile(r"^(?:\[\d+,\d+\]<\w+>:|\d+:) ?", re.MULTILINE)
+"""What mpirun and srun put before each line, if they are asked to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A size in bytes, as nccl-tests counts it: a rank's whole buffer. `wrong` values were found;
-    None if nobody looked. `factor` is busbw over algbw; 0 where that is too coarse."""
+    None if nobody looked. Rates in GB/s are as printed, off by at most `slack`."""
 
     nbytes: int
     seconds: float
     wrong: int | None
-    factor: float = 0.0
+    algbw: float = 0.0
+    busbw: float = 0.0
+    slack: float = 0.0
+
+    def fits(self, collective: str, size: int) -> bool:
+        """Whether the rates are those of so many ranks."""
+        factor = _FACTORS.get(collective)
+        if factor is None:
+            return True
+        off = abs(self.busbw - self.algbw * factor * (size - 1) / size)
+        return off <= self.slack * (1 + factor) + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +69,35 @@ class Log:
 
 def is_log(text: str) -> bool:
     """Whether a text looks like what nccl-tests prints or writes."""
-    return bool(_HEAD.search(text)) or (text.lstrip().startswith("{") and '"bus_bw"' in text)
+    return bool(_HEAD.search(_TAG.sub("", text))) or (
+        text.lstrip().startswith("{") and '"bus_bw"' in text
+    )
 
 
 def read(text: str, where: str = "nccl-tests") -> Log:
-    """Read a log. Raises CollectiveError if there are no figures in it."""
+    """Read a log of one test. Raises CollectiveError if there are no figures in it, or several of a
+    size: of several types, ops, roots or cycles."""
     if text.lstrip().startswith("{"):
         collective, ranks, rows = _from_json(parse_json(text, where, CollectiveError), where)
     else:
-        found = _PROGRAM.search(text)
-        collective = NAMES[found[1]] if found else ""
-        ranks, rows = 0, [*_from_text(text, where)]
+        text = _TAG.sub("", text)
+        found = {NAMES[name] for name in _PROGRAM.findall(text)}
+        if len(found) > 1 or len({line.strip() for line in _HEAD.findall(text)}) > 1:
+            raise CollectiveError(
+                f"{where} has several tests, of {', '.join(sorted(found))}: give one of them"
+            )
+        collective = found.pop() if found else ""
+        ranks = len({int(rank) for rank in _RANK.findall(text)})
+        rows = [*_from_text(text, where)]
     kept = sorted((row for row in rows if row.nbytes and row.seconds > 0), key=lambda r: r.nbytes)
     if not kept:
         raise CollectiveError(f"{where}: no figures of nccl-tests in it")
-    if not ranks and collective in _FACTORS:
-        ranks = _ranks_of(collective, max(kept, key=lambda row: row.nbytes).factor)
+    for one, other in pairwise(kept):
+        if one.nbytes == other.nbytes:
+            raise CollectiveError(
+                f"{where} has several times of {size_text(one.nbytes)}: give a log of one type, "
+                "one op, one root and one cycle"
+            )
     return Log(collective, ranks, tuple(kept))
 
 
@@ -77,6 +106,8 @@ def _from_text(text: str, where: str) -> Iterator[Row]:
     for number, line in enumerate(text.splitlines(), 1):
         words = line.strip().lstrip("#").split()
         if _HEAD.search(line):
+            if "time" not in words:
+                raise CollectiveError(f"{where} has times of the CPU (-C), not of collectives")
             columns = words
             continue
         if not columns or line.lstrip().startswith("#") or not words or not words[0].isdigit():
@@ -92,12 +123,13 @@ def _from_text(text: str, where: str) -> Iterator[Row]:
             seconds, algbw, busbw = (float(words[at[k]]) for k in ("time", "algbw", "busbw"))
             told = words[at["busbw"] + 1]
             # an older version prints the largest error, of which 1e-3 is none
-            wrong = None if told == "N/A" else int(float(told)) if float(told) >= 1 else 0
-            yield Row(int(words[0]), seconds * 1e-6, wrong, busbw / algbw if algbw >= 1 else 0.0)
+            wrong = None if told == "N/A" else int(not float(told) < 1)
+            if wrong and math.isfinite(float(told)):
+                wrong = int(float(told))
         except ValueError:
-            raise CollectiveError(
-                f"{where}: line {number}: no figures: {line.strip()[:80]!r}"
-            ) from None
+            raise CollectiveError(f"{where}: line {number}: no figures: {shown(line)}") from None
+        digits = min(len(words[at[k]].partition(".")[2]) for k in ("algbw", "busbw"))
+        yield Row(int(words[0]), seconds * 1e-6, wrong, algbw, busbw, 0.5 * 10**-digits)
 
 
 def _from_json(data: Any, where: str) -> tuple[str, int, list[Row]]:
@@ -106,14 +138,18 @@ def _from_json(data: Any, where: str) -> tuple[str, int, list[Row]]:
         rows = []
         for row in data["results"]:
             side = row.get("out_of_place") or row["in_place"]
-            time = side["time"] if "time" in side else side["cpu_time"]
+            if "cpu_time" in side:
+                raise CollectiveError(f"{where} has times of the CPU (-C), not of collectives")
             wrong = side.get("nwrong")
-            factor = side["bus_bw"] / side["alg_bw"] if side["alg_bw"] >= 1 else 0.0
-            rows.append(Row(int(row["size"]), float(time) * 1e-6,
-                            None if wrong is None else int(wrong), factor))  # fmt: skip
-        devices = data.get("devices") or ()
-        return NAMES[program[1]] if program else "", len(devices), rows
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+            rates = float(side["alg_bw"]), float(side["bus_bw"])
+            wrong = None if wrong is None else int(wrong)
+            seconds = float(side["time"]) * 1e-6
+            rows.append(Row(int(row["size"]), seconds, wrong, *rates, 1e-3 * rates[1]))
+        config = data.get("config") or {}
+        each = int(config.get("nthreads", 1)) * int(config.get("ngpus", 1))
+        devices = config.get("devices") or ()
+        return NAMES[program[1]] if program else "", each * len(devices), rows
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CollectiveError(f"{where}: no JSON of nccl-tests: {error!r}") from None
 
 
@@ -121,29 +157,24 @@ _FACTORS = {"allreduce": 2, "allgather": 1, "reduce_scatter": 1, "alltoall": 1}
 """busbw = algbw * factor * (n - 1) / n."""
 
 
-def _ranks_of(collective: str, factor: float) -> int:
-    """The ranks by a ratio with two or three digits; 0 if several numbers of them fit."""
-    share = factor / _FACTORS[collective]
-    near = [n for n in range(2, 65) if abs((n - 1) / n - share) < 0.002]
-    return near[0] if len(near) == 1 else 0
-
-
 def with_times(topology: Topology, text: str, where: str) -> Topology:
     """The machine with NCCL's measured all-reduces, beside which `explain` puts ours."""
     log = read(text, where)
     if (log.collective or ALLREDUCE) != ALLREDUCE:
         raise CollectiveError(f"{where}: times of {log.collective}; only all-reduces are compared")
-    _check_ranks(log, topology)
+    _check_ranks(log, topology, ALLREDUCE)
     times = tuple(Timing(NCCL, row.nbytes, 1, row.seconds) for row in log.rows)
     return replace(topology, timings=(*topology.timings, *times))
 
 
-def _check_ranks(log: Log, topology: Topology) -> None:
+def _check_ranks(log: Log, topology: Topology, collective: str) -> None:
     size = len(topology.gpus)
-    if log.ranks and log.ranks != size:
+    wrong = next((row for row in log.rows if not row.fits(collective, size)), None)
+    if (log.ranks and log.ranks != size) or (wrong and not log.ranks):
+        whose = f"of {log.ranks} ranks" if log.ranks else "not of as many ranks, by its busbw"
         raise CollectiveError(
-            f"the log is of {log.ranks} ranks, but {topology.name} has {size} GPUs: name those on "
-            "which it was made"
+            f"the log is {whose}, but {topology.name} has {size} GPUs: name those on which it was "
+            "made"
         )
 
 
@@ -156,16 +187,16 @@ class Judged:
     seconds: float
     predicted: float
     algorithm: str
-    bound: float
-    """Infinite where there is none."""
+    bound: float | None
 
     @property
     def algbw(self) -> float:
         return self.nbytes / self.seconds
 
     @property
-    def share(self) -> float:
-        return self.algbw / self.bound
+    def share(self) -> float | None:
+        """Of the bound; None where there is none."""
+        return self.algbw / self.bound if self.bound else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +210,11 @@ class Judgement:
 
 _DOMINATES = 2.0
 """Below the size at which a message takes so many times the shortest one, start-up dominates."""
-_FASTER = 1.2
-"""From where on a plan of ours is said to be faster: predictions are within a fifth."""
+_FASTER = 1.5
+"""From where on a plan of ours is said to be faster: predictions count what links carry on the
+wires, of which NCCL reckons four fifths as payload, and are within a fifth."""
+_SMALL = 0.05
+"""Below such a share of the bound, the largest message says nothing of links."""
 
 
 def judge(log: Log, topology: Topology, collective: str = "") -> Judgement:
@@ -195,8 +229,10 @@ def judge(log: Log, topology: Topology, collective: str = "") -> Judgement:
     if collective and kind != collective:
         raise CollectiveError(f"the log is of {kind}, not of {collective}")
     size = len(topology.gpus)
-    _check_ranks(log, topology)
-    best = bound(topology, kind).algbw if kind in BOUNDED else float("inf")
+    if size < 2:
+        raise CollectiveError(f"{topology.name} has one GPU, on which nothing is sent")
+    _check_ranks(log, topology, kind)
+    best = bound(topology, kind).algbw if kind in BOUNDED else None
     rows = []
     for row in log.rows:
         plan = plan_collective(kind, topology, _whole(row.nbytes, kind, size))
@@ -220,9 +256,12 @@ def _sentences(log: Log, rows: list[Judged], topology: Topology, kind: str) -> I
     elif any(row.wrong is None for row in log.rows):
         yield "results were not checked (-c 0)"
     peak = max(rows, key=lambda row: row.algbw)
-    if peak.share < float("inf") and peak.share > 0:
-        yield f"at {size_text(peak.nbytes)} you reach {peak.share:.0%} of what these links allow"
-    if peak.share > 1:
+    share = peak.share
+    if share is not None and share < _SMALL:
+        yield "the largest message is too small to say what the links do"
+    elif share is not None:
+        yield f"at {size_text(peak.nbytes)} you reach {share:.0%} of what these links allow"
+    if share is not None and share > 1:
         reduced = reducing_bound(topology) if kind == "allreduce" else None
         if reduced and peak.algbw <= reduced.algbw:
             yield (
@@ -246,12 +285,14 @@ def _sentences(log: Log, rows: list[Judged], topology: Topology, kind: str) -> I
 def _compared(rows: list[Judged]) -> Iterator[str]:
     """Where plans of ours are predicted to be faster, and where not."""
     runs: list[list[Judged]] = []
+    before = False
     for row in rows:
         gains = row.seconds > _FASTER * row.predicted
-        if gains and runs and rows.index(runs[-1][-1]) == rows.index(row) - 1:
+        if gains and before:
             runs[-1].append(row)
         elif gains:
             runs.append([row])
+        before = gains
     for run in runs:
         most = max(run, key=lambda row: row.seconds / row.predicted)
         names = ", ".join(dict.fromkeys(row.algorithm for row in run))
@@ -262,7 +303,7 @@ def _compared(rows: list[Judged]) -> Iterator[str]:
             f"{most.seconds / most.predicted:.1f} times, not counting launches: {names}"
         )
     if not runs:
-        yield "at no size is a plan of ours predicted to be faster by a fifth"
+        yield "at no size is a plan of ours predicted to be clearly faster"
 
 
 # ---- a tuner's file ------------------------------------------------------------------------------
@@ -271,7 +312,7 @@ TUNER_ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "
 TUNER_PROTOCOLS = ("ll", "ll128", "simple")
 
 
-def tuner_file(logs: Mapping[str, Log], nodes: int) -> str:
+def tuner_file(logs: Mapping[str, Log], nodes: int, collective: str = "") -> str:
     """The lines of NCCL's example tuner (`NCCL_TUNER_CONFIG_FILE`): for each size the way that was
     measured to be the fastest; other sizes than those of all logs are left to NCCL.
 
@@ -286,13 +327,15 @@ def tuner_file(logs: Mapping[str, Log], nodes: int) -> str:
                 f"{name} must be ALGORITHM/PROTOCOL: {', '.join(TUNER_ALGORITHMS)}; "
                 f"{', '.join(TUNER_PROTOCOLS)}"
             )
-    kinds = {(log.collective, log.ranks) for log in logs.values()}
-    ((kind, ranks),) = kinds if len(kinds) == 1 else {("", 0)}
-    if kind not in TUNED:
+    kinds = {log.collective or collective for log in logs.values()}
+    sizes_of = {log.ranks for log in logs.values()} - {0}
+    if len(kinds) != 1 or not kinds <= set(TUNED) or len(sizes_of) > 1:
+        told = ", ".join(sorted(kinds - {""})) or "none that they tell"
         raise CollectiveError(
-            f"the logs must be of one of {', '.join(TUNED)}, and of as many ranks, not of "
-            f"{sorted(kinds)}"
+            f"the logs must be of one of {', '.join(TUNED)}, which --collective may name, and of "
+            f"as many ranks; they are of {told}"
         )
+    kind, ranks = kinds.pop(), max(sizes_of, default=0)
     times = {name: {row.nbytes: row.seconds for row in log.rows} for name, log in logs.items()}
     sizes = sorted(set.intersection(*map(set, times.values())))
     if not sizes:

@@ -25,8 +25,6 @@ from linkweave.topology import Topology, speeds
 BLOCKS = 16
 """Thread blocks of a rank: they divide its share."""
 MOST_RANKS = MOST_AT_ONCE + 1
-PAYLOAD = 0.8
-"""Of what an NVLink carries: 20 of 25 GB/s, as NCCL reckons (`src/graph/topo.h` of NCCL 2.30)."""
 EFFICIENCY = {90: 0.85, 100: 0.74}
 """What NVLS reaches of that, by the compute capability from which on it holds: NCCL's
 `nvlsEfficiency` (`src/graph/tuning.cc`)."""
@@ -37,6 +35,8 @@ class Prediction:
     """An all-reduce by the switches, and what the figure rests on, in words."""
 
     seconds: float
+    payload: float
+    """The share of what links carry that is payload."""
     inputs: str
 
 
@@ -78,21 +78,22 @@ def nvls(topology: Topology) -> ExecutionPlan:
 def predict(topology: Topology, nbytes: int) -> Prediction:
     """What it takes by the links of a GPU, their payload, and NCCL's efficiency. Raises PlanError
     where no switch reduces for all GPUs."""
-    rate, latency_us, sm = _ports(topology)
+    rate, latency_us, sm, each = _ports(topology)
+    payload = speeds.payload(sm)
     size = len(topology.gpus)
     share = next(value for since, value in sorted(EFFICIENCY.items(), reverse=True) if sm >= since)
-    seconds = 2 * latency_us * 1e-6 + nbytes * (1 + 1 / size) / (rate * PAYLOAD * share)
-    each = speeds.nvlink(sm) / 1e9
+    seconds = 2 * latency_us * 1e-6 + nbytes * (1 + 1 / size) / (rate * payload * share)
     return Prediction(
-        seconds,
-        f"{rate / 1e9:g} GB/s a GPU, of which {PAYLOAD * each:g} of {each:g} GB/s a link are "
-        f"payload and NVLS reaches {share:.0%} (NCCL's figures), for 1 + 1/{size} times the bytes",
-    )
+        seconds, payload,
+        f"{rate / 1e9:g} GB/s a GPU, of which {payload * each / 1e9:.4g} of {each / 1e9:g} GB/s a "
+        f"link are payload and NVLS reaches {share:.0%} (NCCL's figures), for 1 + 1/{size} times "
+        "the bytes",
+    )  # fmt: skip
 
 
-def _ports(topology: Topology) -> tuple[float, float, int]:
-    """Of the GPU with the fewest links into the switch that reduces: bytes/s, latency in us and
-    compute capability."""
+def _ports(topology: Topology) -> tuple[float, float, int, int]:
+    """Of the GPU with the fewest links into the switch that reduces: bytes/s, latency in us,
+    compute capability, and bytes/s of a link."""
     found = []
     for gpu in topology.gpus:
         links = [k for k in topology.links if k.src == gpu and k.dst in topology.reducing]
@@ -100,5 +101,6 @@ def _ports(topology: Topology) -> tuple[float, float, int]:
             raise PlanError(f"{topology.name} has no switch that reduces for all GPUs (NVLS)")
         link = links[0]
         sm = max(speeds.generation(link.bandwidth), min(EFFICIENCY))
-        found.append((float(link.bandwidth * link.count), link.latency_us, sm))
+        rate = float(link.bandwidth * link.count)
+        found.append((rate, link.latency_us, sm, link.bandwidth))
     return min(found)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.foreign.nccl_graph import MOST_CHANNELS, rings_of
+from linkweave.collectives.foreign.nccl_graph import MOST_CHANNELS, refuse_other_machines, rings_of
 from linkweave.collectives.planning.algorithms.embed import Embedding
 from linkweave.collectives.planning.algorithms.over_trees import over_trees
 from linkweave.collectives.planning.algorithms.rings import ring_of
@@ -23,7 +23,7 @@ from linkweave.topology.checks import shown
 
 MOST_CHILDREN = 3
 TREES, RINGS = "RCCL_TREES", "NCCL_RINGS"
-_LINE = re.compile(rf"""\b({TREES}|{RINGS})=(["']?)([0-9()| ]+)\2""")
+_LINE = re.compile(rf"""\b({TREES}|{RINGS})=(?:"([^"\n]*)"|'([^'\n]*)'|(\S*))""")
 
 
 def is_text(text: str) -> bool:
@@ -35,12 +35,19 @@ def read(text: str) -> dict[str, Callable[[Topology], Algorithm]]:
     """The all-reduces that the variables ask for, by variable. Raises PlanError for what RCCL would
     not take."""
     found: dict[str, Callable[[Topology], Algorithm]] = {}
-    for name, _, value in _LINE.findall(text):
+    for name, *quoted in _LINE.findall(text):
+        value = "".join(quoted)
+        if not re.fullmatch(r"[0-9()| ]*\d[0-9()| ]*", value):
+            raise PlanError(
+                f"{name} has numbers, bars and brackets, of GPUs alone, not {shown(value)}"
+            )
         found[name] = _trees(value) if name == TREES else _rings(value)
     return found
 
 
 def _rings(value: str) -> Callable[[Topology], Algorithm]:
+    if "(" in value or ")" in value:
+        raise PlanError(f"{RINGS} has no brackets: {shown(value)}")
     rings = [tuple(int(word) for word in part.split()) for part in value.split("|") if part.strip()]
 
     def make(topology: Topology) -> Algorithm:
@@ -58,6 +65,7 @@ def _trees(value: str) -> Callable[[Topology], Algorithm]:
         for parent in parents:
             _check(list(parent), topology, "tree")
         trees = [Tree(tuple(parent[r] for r in range(len(parent)))) for parent in parents]
+        _check_children(trees)
         identity = Embedding(tuple(range(len(topology.gpus))))
         return over_trees("rccl_trees", topology, trees, True, identity)
 
@@ -103,17 +111,26 @@ def write(plan: Plan, topology: Topology) -> str:
     """
     if plan.collective != "allreduce":
         raise PlanError(f"RCCL takes the trees of an allreduce, not of a {plan.collective}")
+    refuse_other_machines("RCCL", topology, "xgmi")
+    if topology.gpus != tuple(range(plan.size)):
+        raise PlanError(
+            f"RCCL numbers the GPUs of a node from 0 on, not as {topology.name}: take the first "
+            f"{plan.size}"
+        )
     if not plan.trees:
-        rings = [[topology.gpus.index(g) for g in ring] for ring in rings_of(plan, topology)]
+        rings = rings_of(plan, topology)
         return f'{RINGS}="{_joined(" ".join(map(str, ring)) for ring in rings)}"\n'
-    for tree in plan.trees:
-        for rank in range(plan.size):
+    _check_children(plan.trees)
+    return f'{TREES}="{_joined(_text(tree, tree.root) for tree in plan.trees)}"\n'
+
+
+def _check_children(trees: Sequence[Tree]) -> None:
+    for tree in trees:
+        for rank in range(len(tree.parent)):
             if (count := len(tree.children(rank))) > MOST_CHILDREN:
                 raise PlanError(
-                    f"RCCL takes at most {MOST_CHILDREN} children in a tree; rank {rank} of "
-                    f"{plan.algorithm} has {count}"
+                    f"RCCL takes at most {MOST_CHILDREN} children in a tree; GPU {rank} has {count}"
                 )
-    return f'{TREES}="{_joined(_text(tree, tree.root) for tree in plan.trees)}"\n'
 
 
 def _joined(parts: Iterable[str]) -> str:

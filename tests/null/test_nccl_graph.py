@@ -68,6 +68,15 @@ def test_ours_for_the_same_gpus_are_as_good() -> None:
     assert again.link_use == plan.link_use
 
 
+def test_rings_over_switches_come_several_times() -> None:
+    """A channel has at most 20 GB/s, as NCCL's own: one alone would leave the links idle."""
+    for name, each, count in (("dgx-a100", 20.0, 12), ("dgx-h100", 20.0, 18)):
+        found = topology.load(name)
+        graph = nccl_graph.of_plan(collectives.plan_allreduce(found, 1 << 26, "ring"), found)[0]
+        assert len({*graph.channels}) == 1 and len(graph.channels) == count
+        assert graph.speed == each
+
+
 @pytest.mark.parametrize("machine", ["dgx1-v100", "dgx1-p100", "dgx-a100", "mesh-5", "pcie-8"])
 @pytest.mark.parametrize("algorithm", ["ring", "chain"])
 def test_written_graphs_are_read_back(machine: str, algorithm: str) -> None:
@@ -76,7 +85,7 @@ def test_written_graphs_are_read_back(machine: str, algorithm: str) -> None:
     graphs = nccl_graph.read(nccl_graph.write(nccl_graph.of_plan(plan, found)))
     kind = RING if algorithm == "ring" else TREE
     before = collectives.simulate(plan, found, 1 << 26).algbw
-    assert algbw(graphs[kind], found) == pytest.approx(before, rel=0.01)
+    assert algbw(graphs[kind], found) > 0.99 * before
     assert all(len(set(channel)) == plan.size for channel in graphs[TREE].channels)
     assert (RING in graphs) == (algorithm == "ring")  # whose ends need not be joined
 
@@ -113,10 +122,27 @@ def test_what_nccl_does_not_take() -> None:
         nccl_graph.read(dump((RING, RINGS)))[RING].algorithm(machine)
     with pytest.raises(PlanError, match="no plans of NCCL's kind NVLS"):
         nccl_graph.read(dump((3, ((0,), (1,)))))[3].algorithm(machine)
-    for text in ("<graphs/>", "<system/>", dump((9, RINGS)), dump((RING, ())), "<graphs",
-                 dump((RING, RINGS)).replace('dev="2"', 'dev="x"')):  # fmt: skip
+    for name, words in (("2 x mesh-4", "of one node"), ("mi300x", "does not run on mi300x"),
+                        ("cpu-4", "does not run on cpu-4"), ("mesh-1", "two GPUs")):  # fmt: skip
+        other = topology.load(name)
+        plan = collectives.plan_allreduce(other, 1 << 20, "chain")
+        with pytest.raises(PlanError, match=words):
+            nccl_graph.of_plan(plan, other)
+    with pytest.raises(PlanError, match="no channels of NCCL's kind ring"):
+        nccl_graph.read(dump((RING, ()), (TREE, CHAINS)))[RING].algorithm(half())
+    good = dump((RING, RINGS))
+    wrong = [
+        good.replace(one, other) for one, other in
+        (('id="0"', 'id="nan"'), ('pattern="4"', 'pattern="inf"'), ('dev="2"', 'dev="x"'))
+    ]  # fmt: skip
+    for text in (*wrong, "<graphs/>", "<system/>", dump((9, RINGS)), dump((RING, ())), "<graphs"):
         with pytest.raises(CollectiveError):
             nccl_graph.read(text)
+
+
+def test_numbers_of_newer_dumps_are_read() -> None:
+    text = dump((RING, RINGS)).replace('dev="2"', 'dev="0x2"')
+    assert nccl_graph.read(text)[RING].channels == RINGS
 
 
 def test_nets_are_read() -> None:
@@ -141,5 +167,5 @@ def test_the_commands(tmp_path: Path) -> None:
     run("topo", "dgx1-v100", "--gpus", "0-3", "--plan", str(theirs), "--svg", str(drawn))
     assert "nccl_ring" in drawn.read_text() or drawn.stat().st_size > 1000
     said = run("plan", *machine, "-s", "64M", "-a", "ring", "--to", "nccl", str(ours))
-    assert "4 channels, for NCCL_GRAPH_FILE" in said
+    assert "4 channels of 20 GB/s, for NCCL_GRAPH_FILE" in said
     assert "nccl_ring" in run("simulate", *machine, "-s", "64M", "--plan", str(ours))

@@ -30,7 +30,7 @@ def test_figures_of_eight_h100() -> None:
     told = nvls.predict(machine, 8 << 30)
     assert 265e9 < (8 << 30) / told.seconds < 285e9
     assert without.algbw < min(PUBLISHED) and max(PUBLISHED) < with_.algbw
-    assert told.inputs.startswith("450 GB/s a GPU, of which 20 of 25 GB/s a link are payload")
+    assert told.inputs.startswith("450 GB/s a GPU, of which 20.6 of 25 GB/s a link are payload")
     assert "85%" in told.inputs
     assert "74%" in nvls.predict(topology.load("dgx-b200"), 1 << 30).inputs
 

@@ -33,16 +33,17 @@ def test_trees_are_read() -> None:
             rccl.parsed(text)
 
 
-@pytest.mark.parametrize("machine", ["mi250x", "mi300x", "dgx1-v100", "mesh-5"])
+@pytest.mark.parametrize("machine", ["mi250x", "mi300x", "mi300x/5"])
 @pytest.mark.parametrize(
     "algorithm", ["overlapped_double_tree", "overlapped_tree", "chain", "packed_trees", "ring"]
 )
 def test_strings_are_read_back(machine: str, algorithm: str) -> None:
-    found = topology.load(machine)
+    name, _, count = machine.partition("/")
+    found = topology.load(name).subset(range(int(count or 8)))
     plan = collectives.plan_allreduce(found, 1 << 26, algorithm)
     children = max((len(t.children(r)) for t in plan.trees for r in range(plan.size)), default=0)
     if children > rccl.MOST_CHILDREN:
-        with pytest.raises(PlanError, match="at most 3 children"):
+        with pytest.raises(PlanError, match="at most 3 children in a tree; GPU"):
             rccl.write(plan, found)
         return
     text = rccl.write(plan, found)
@@ -50,7 +51,9 @@ def test_strings_are_read_back(machine: str, algorithm: str) -> None:
     if plan.detours:  # which RCCL does not have
         value = text.partition('"')[2].rstrip('"\n')
         parents = [rccl.parsed(part) for part in value.split("|")]
-        assert [tuple(p[r] for r in range(8)) for p in parents] == [t.parent for t in plan.trees]
+        assert [tuple(p[r] for r in range(plan.size)) for p in parents] == [
+            t.parent for t in plan.trees
+        ]
         return
     (make,) = rccl.read(text).values()
     again = collectives.plan_allreduce(found, 1 << 26, make)
@@ -85,6 +88,24 @@ def test_what_rccl_does_not_take() -> None:
     (make,) = rccl.read("NCCL_RINGS='0 1 2'").values()
     with pytest.raises(PlanError, match="is of GPUs 0, 1, 2"):
         make(machine)
+
+
+def test_files_that_rccl_would_not_take() -> None:
+    machine = topology.load("mi300x")
+    (make,) = rccl.read('RCCL_TREES="(0(1)(2)(3)(4)(5)(6)(7))"').values()
+    with pytest.raises(PlanError, match="at most 3 children in a tree; GPU 0 has 7"):
+        make(machine)
+    for text in ('NCCL_RINGS="()"', 'NCCL_RINGS="|"', 'RCCL_TREES="|"', 'NCCL_RINGS="N0 0 1 N1"',
+                 'NCCL_RINGS="0 1|(2)"', "RCCL_TREES="):  # fmt: skip
+        with pytest.raises(PlanError):
+            rccl.read(text)
+    half = machine.subset(range(4, 8))
+    with pytest.raises(PlanError, match="numbers the GPUs of a node from 0 on"):
+        rccl.write(collectives.plan_allreduce(half, 1 << 20, "ring"), half)
+    for other in ("dgx1-v100", "cpu-4"):
+        found = topology.load(other)
+        with pytest.raises(PlanError, match=f"RCCL does not run on {other}"):
+            rccl.write(collectives.plan_allreduce(found, 1 << 20, "chain"), found)
 
 
 def test_the_commands(tmp_path: Path) -> None:
