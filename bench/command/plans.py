@@ -18,6 +18,7 @@ from linkweave.bench.command import options
 from linkweave.collectives import CollectiveError, Explanation, Plan
 from linkweave.collectives.foreign import mscclpp, nccl_graph, nvls, rccl
 from linkweave.collectives.foreign.mscclpp_export import check_size, exported
+from linkweave.collectives.foreign.mscclpp_rules import reducing_switch
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.cost import MAX_CHUNKS
 from linkweave.collectives.planning.explain import size_text
@@ -137,8 +138,10 @@ def by_switches(
 ) -> str:  # fmt: skip
     """Write the all-reduce by switches if that is asked for, or expected to be the fastest; says
     what was written."""
-    few = 1 < len(machine.gpus) <= nvls.MOST_RANKS
-    if collective != "allreduce" or (algorithm == "auto" and not (machine.reducing and few)):
+    able = 1 < len(machine.gpus) <= nvls.MOST_RANKS and reducing_switch(
+        machine, range(len(machine.gpus))
+    )
+    if collective != "allreduce" or (algorithm == "auto" and not able):
         return ""
     if nbytes <= 0:
         raise CollectiveError(f"--to writes plans for messages of some bytes, not {nbytes}")

@@ -14,6 +14,7 @@ from linkweave.bench.command import options
 from linkweave.bench.command.plans import check_chunks, one_of, read_foreign, read_plans
 from linkweave.collectives import CollectiveError, Plan
 from linkweave.collectives.foreign import mscclpp, mscclpp_timing, nvls
+from linkweave.collectives.foreign.mscclpp_rules import reducing_switch
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose
 from linkweave.collectives.planning.simulate import Timeline
@@ -103,7 +104,8 @@ def simulate(
           "" if r["exclusive"] else "shared") for r in rows],
     ))  # fmt: skip
     print(LEGEND)
-    if found.reducing and collective == "allreduce" and not given:
+    able = len(found.gpus) > 1 and reducing_switch(found, range(len(found.gpus)))
+    if able and collective == "allreduce" and not given:
         told = nvls.predict(found, nbytes)
         print(
             f"by switches, which plans for MSCCL++ use (plan --to mscclpp): "

@@ -18,12 +18,12 @@ from linkweave.collectives.planning.verify import check_form, check_links, prove
 from linkweave.topology.loading import read
 
 _MOST_TOLD = 12
-_PLACE = re.compile(r"rank (\d+), thread block (\d+), op (\d+)")
+_NAMED = re.compile(r"rank (\d+), thread block (\d+), op (\d+)")
 
 
 def steps_before(plan: mscclpp.ExecutionPlan, fault: str) -> Iterator[str]:
     """What the thread blocks that a fault names do up to there."""
-    for rank, block, last in dict.fromkeys(_PLACE.findall(fault)):
+    for rank, block, last in dict.fromkeys(_NAMED.findall(fault)):
         ops = plan.gpus[int(rank)].blocks[int(block)]
         yield f"rank {rank}, thread block {block}:"
         for at in range(max(0, int(last) + 1 - _MOST_TOLD), int(last) + 1):
@@ -57,7 +57,7 @@ def verify(
             f"{foreign.name}: {foreign.collective} of {len(foreign.gpus)} ranks, {how}, "
             f"{blocks} thread blocks, by MSCCL++"
         )
-        shown.append("that executions may follow one another")
+        shown.append("that executions of one size may follow one another")
     elif nccl_graph.is_graph(text) or rccl.is_text(text):
         if machine is None:
             raise CollectiveError("NCCL's and RCCL's are of a machine: name it with --topo")

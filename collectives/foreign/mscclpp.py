@@ -207,13 +207,16 @@ def _plan_in(data: Any) -> ExecutionPlan:
     if not size or [gpu["id"] for gpu in gpus] != list(range(size)):
         raise PlanError("the GPUs of an MSCCL++ plan must be numbered from 0")
     readers = [_Reader(rank, size, gpu) for rank, gpu in enumerate(gpus)]
-    for reader in readers:
-        for buffer, ranks in reader.groups:
-            if any((buffer, ranks) not in readers[rank].groups for rank in ranks):
+    for one in readers:
+        for other in readers:
+            mine = [group for group in one.groups if other.rank in group[1]]
+            if mine != [group for group in other.groups if one.rank in group[1]]:
                 raise PlanError(
-                    f"a switch's group of ranks {ranks} of rank {reader.rank} must be one of each "
-                    "of them, with the same buffer"
+                    f"ranks {one.rank} and {other.rank} must have the same groups of switches, "
+                    "with the same buffers, in the same order"
                 )
+        if any(len({*ranks}) != len(ranks) for _, ranks in one.groups):
+            raise PlanError(f"a switch's group of rank {one.rank} has a rank twice")
     return ExecutionPlan(
         name=str(data["name"]), collective=str(data["collective"]), inplace=data["inplace"] is True,
         gpus=tuple(reader.gpu() for reader in readers),
@@ -224,6 +227,13 @@ def _plan_in(data: Any) -> ExecutionPlan:
         least=_number(data.get("min_message_size", 0), "min_message_size"),
         most=_number(data.get("max_message_size", (1 << 64) - 1), "max_message_size", 0, 1 << 64),
     )  # fmt: skip
+
+
+_FIELDS = {
+    "barrier_id": ("barrier",), "num_threadblocks": ("barrier",), "semaphore_ids": SEMAPHORES,
+    "iter_context": ("pipeline",), "ops": ("pipeline",),
+}  # fmt: skip
+"""Fields that the loader stores where those of other ops are."""
 
 
 class _Reader:
@@ -293,6 +303,9 @@ class _Reader:
         share = op.get("tbg_info") or {"tb_id": 0, "tbg_size": 1}
         of = _number(share["tbg_size"], "tbg_size", 1, MOST_SHARES)
         pipeline = name == "pipeline"
+        for key, ours in _FIELDS.items():
+            if key in op and name not in ours:
+                raise PlanError(f"{name} of rank {self.rank} has {key}, which is of {ours[0]}")
         if pipeline and inside:
             raise PlanError("a pipeline inside of a pipeline")
         context = op["iter_context"] if pipeline else {"unit_size": 0, "num_chunks": 0}

@@ -43,13 +43,14 @@ from linkweave.collectives.foreign.mscclpp import (
     Region,
     letter,
 )
-from linkweave.collectives.foreign.mscclpp_rules import PUTS, check_rules, reused_after
+from linkweave.collectives.foreign.mscclpp_rules import PUTS, check_rules, regions, reused_after
 from linkweave.topology import Topology
 
 MOST_STEPS = 1 << 20
 """The most units that are moved."""
-MOST_LENGTHS = 24
+MOST_LENGTHS = 64
 """The longest chunk, in units, up to which all lengths are walked."""
+MOST_UNITS = 1 << 16
 _WIDE, _PACKET = 16, 8
 """Bytes that a thread handles at once: threads of packets divide memory otherwise."""
 
@@ -72,20 +73,30 @@ def verify(plan: ExecutionPlan, topology: Topology | None = None) -> str:
 
 
 def _lengths(plan: ExecutionPlan) -> tuple[dict[int, int], list[int]]:
-    """The units of an iteration, by its bytes, and the lengths of chunks that are walked."""
+    """The units of an iteration, by its bytes, and the lengths of chunks that are walked: of those
+    that shares divide with all remainders, one each."""
     slices = lcm(*(op.share[1] for _, _, op in plan.ops()), 1)
     sizes = [op.unit for _, _, op in plan.ops() if op.body]
-    if not sizes:
-        most = 2 * slices if slices > 1 else 1
-        near = (slices - 1, slices, slices + 1, 2 * slices)
-        return {}, [*range(1, most + 1)] if most <= MOST_LENGTHS else [1, *near]
-    each = gcd(*sizes)
+    each = gcd(*sizes) if sizes else 1
     per = {unit: 2 * unit // each for unit in sizes}
-    largest = max(per.values())
-    first = max((value for gpu in plan.gpus for value in gpu.semaphores), default=0)
-    again = reused_after(plan)
-    every = {*range(1, min(2 * largest + 1, MOST_LENGTHS) + 1), largest * (3 + first)}
-    return per, sorted(every | {largest * (again + 2), largest * (again + 2) - 1})
+    largest = max(per.values(), default=0)
+    if max(slices, 2 * largest) > MOST_LENGTHS:
+        raise PlanError(
+            f"verify walks chunks of up to {MOST_LENGTHS} units: shares of {slices} parts, and "
+            f"pipelines of {largest} units, are too fine"
+        )
+    every = {*range(1, max(slices, 2 * largest + 1 if sizes else 1) + 1)}
+    if sizes:
+        first = max((value for gpu in plan.gpus for value in gpu.semaphores), default=0)
+        again = reused_after(plan)
+        last = largest * (again + 2)
+        every |= {largest * (3 + first), last, last - 1}
+    lengths = sorted(every)
+    chunks = sum(sum(gpu.chunks.values()) for gpu in plan.gpus)
+    times = max((op.chunks for _, _, op in plan.ops()), default=1)
+    if max(chunks, times) * lengths[-1] > MOST_UNITS:
+        raise PlanError(f"verify walks at most {MOST_UNITS} units of memory and of pipelines")
+    return per, lengths
 
 
 @dataclass
@@ -143,6 +154,10 @@ class _Block:
         return f"rank {self.rank}, thread block {self.number}, {self.at}"
 
 
+def _fail(block: _Block, why: str) -> NoReturn:
+    raise PlanError(f"{block}: {why}")
+
+
 class _Values:
     """Values, numbered: the contributions in each, and the order in which they were added."""
 
@@ -156,7 +171,7 @@ class _Values:
     def total(self, operands: tuple[int, ...]) -> int:
         if len(operands) == 1:
             return operands[0]
-        if len(operands) == 2:  # the sum of two does not depend on their order
+        if len(operands) == 2:  # whose sum does not depend on their order
             operands = min(operands), max(operands)
         holds = tuple(sorted(c for value in operands for c in self.holds[value]))
         return self._number(operands, holds)
@@ -382,7 +397,6 @@ class _Proof:
             self.met[block.rank, op.barrier] = []
 
     def _balanced(self) -> None:
-        """After an execution."""
         for channel, _ in self.channels.values():
             if left := len(channel.sent) - channel.taken:
                 raise PlanError(
@@ -412,7 +426,7 @@ class _Proof:
             sources = [self._units(block, r, w, op, offset) for r, w in zip(src, what, strict=True)]
             targets = [self._units(block, r, w, op, offset) for r, w in zip(dst, into, strict=True)]
             if len({len(cells) for cells in (*sources, *targets)}) > 1:
-                self._fail(block, "divides memory of different lengths")
+                _fail(block, "divides memory of different lengths")
             for j in range(len(sources[0])):
                 read = [cell for cells in sources for cell in cells[j]]
                 written = [cell for cells in targets for cell in cells[j]]
@@ -428,13 +442,13 @@ class _Proof:
         total = starts[1] - starts[0]
         first, count = offset if offset[1] >= 0 else (0, total)
         if first > total:
-            self._fail(block, f"{op} begins behind its chunks: they are shorter than the pipeline")
+            _fail(block, f"{op} begins behind its chunks: they are shorter than the pipeline")
         start, stop = starts[0] + first, starts[0] + min(first + count, total)
         units: Iterable[int] = range(start, stop)
         per, ranks = self.units, region.ranks
         if region.buffer == "s" and self.scratch_units < self.units and what not in "pqn":
             if region.size > 1:
-                self._fail(block, f"{op} has several chunks of reused scratch memory")
+                _fail(block, f"{op} has several chunks of reused scratch memory")
             per = self.scratch_units
             units = (unit % per for unit in units)
         buffer = region.buffer
@@ -458,6 +472,9 @@ class _Proof:
             proxy = block.rank, op.channels[lane]
             known, handed = block.lane(lane) | self.proxies[proxy], 0
         else:
+            # by way of a switch, threads divide memory otherwise, and see it by another address
+            by_switch = any(what in "mn" for _, what in regions(op))
+            thread = (-1 - self.steps, 0) if by_switch else thread
             known, handed = block.threads.get(thread, (0, 0))
             known, handed = known | block.common, handed | block.packets | self.begun[block.rank]
         packets: list[int] = []
@@ -483,9 +500,6 @@ class _Proof:
         known |= stored
         if lane >= 0:
             self.proxies[proxy] = known
-        elif any(letter(FORMS[op.name].dst, 0) in "mn" for _ in written):
-            # what a switch writes, no thread reads by another address without a nop
-            block.threads[-1 - self.steps, 0] = known, handed
         else:
             block.threads[thread] = known, handed
 
@@ -495,12 +509,13 @@ class _Proof:
         """Write packets, which carry the number of the execution. Returns the access."""
         bit = self._event(f"{block}: {op}")
         before = self.packets.get(packet, (-1, 0, 0))
-        if before[:2] == (self.execution, value):  # which changes nothing, but must be over later
+        if before[:2] == (self.execution, value) and self.wrote[packet] & known:
+            # the same once more changes nothing, but must be over before what comes later
             self.reads[packet] = self.reads.get(packet, 0) | bit
             return bit
         if before[0] == self.execution:
             where = f"{op} writes other packets to {self._words(packet)}"
-            self._fail(block, f"{where}, where readers cannot tell them apart")
+            _fail(block, f"{where}, where readers cannot tell them apart")
         self._write(packet, bit, known, value)
         self.packets[packet] = self.execution, value, handed | bit
         return bit
@@ -547,9 +562,6 @@ class _Proof:
         words = {"i": "input", "o": "output", "s": "scratch", "p": "packets of scratch"}
         return f"{words[buffer[0]]} chunk {unit // per} of rank {rank}"
 
-    def _fail(self, block: _Block, why: str) -> NoReturn:
-        raise PlanError(f"{block}: {why}")
-
     # ---- results -----------------------------------------------------------------------------
     def _results(self, ended: list[int]) -> bool:
         alike = True
@@ -584,9 +596,5 @@ class _Proof:
         return ((unit // block, "i", rank * block + unit % block),)
 
     def _sum(self, holds: tuple[Cell, ...]) -> str:
-        """In words."""
-        names = [
-            "other data" if buffer == "?" else f"{rank}:{unit // self.units}"
-            for rank, buffer, unit in holds
-        ]
-        return " + ".join(names) + " (rank:input chunk)"
+        words = ("other data" if b == "?" else f"{r}:{unit // self.units}" for r, b, unit in holds)
+        return " + ".join(words) + " (rank:input chunk)"

@@ -6,12 +6,14 @@ By `execution_plan.cc`, `executor.cc` and `execution_kernel.hpp` of MSCCL++ at 1
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.foreign.mscclpp import (
     FORMS,
+    MOST_BYTES,
+    MOST_ITERATIONS,
     SIGNALS,
     WAITS,
     ExecutionPlan,
@@ -30,6 +32,9 @@ MOST_REUSED = 64
 """The most iterations after which reused scratch memory is."""
 MOST_CHUNKS = 1 << 14
 """Of all ranks together."""
+MOST_FIRST = 64
+"""The largest first value of a semaphore."""
+MOST_THREADS = 1024
 _INT4 = 16
 
 
@@ -71,6 +76,11 @@ def _check_chunks(plan: ExecutionPlan) -> None:
         )
     if (total := sum(sum(gpu.chunks.values()) for gpu in plan.gpus)) > MOST_CHUNKS:
         raise PlanError(f"verify takes at most {MOST_CHUNKS} chunks on all ranks, not {total}")
+    firsts = [value for gpu in plan.gpus for value in gpu.semaphores]
+    if firsts and max(firsts) > MOST_FIRST:
+        raise PlanError(f"verify takes semaphores up to {MOST_FIRST}, not {max(firsts)}")
+    if plan.threads > MOST_THREADS:
+        raise PlanError(f"the executor has at most {MOST_THREADS} threads, not {plan.threads}")
     for rank, gpu in enumerate(plan.gpus):
         if not gpu.blocks:
             raise PlanError(f"rank {rank} has no thread blocks: the executor cannot launch none")
@@ -93,7 +103,8 @@ def _quirk(plan: ExecutionPlan, op: Op, inside: bool) -> str:
         return "exchanges the offsets of the two sides of a get"
     if op.name == "get" and plan.reuses and len({r.buffer for r, _ in regions(op)}) > 1:
         return "exchanges the two sides of a get where it reuses scratch memory"
-    if op.name in PUTS and not port and len({region.buffer for region in op.src}) > 1:
+    several = len({region.buffer for region in op.src}) > 1
+    if op.name in (*PUTS, "ppkt") and not port and several:
         return "takes all sources from the buffer of the first one"
     if op.name in ("pws", "pwsf", "flush") and not port:
         return "has this op for port channels only"
@@ -109,14 +120,24 @@ def _quirk(plan: ExecutionPlan, op: Op, inside: bool) -> str:
         return "moves all packets of a chunk in each iteration"
     if op.body and (op.unit % plan.alignment):
         return f"takes iterations of whole {plan.alignment} bytes"
-    if len(op.channels) > plan.threads:
-        return f"has {plan.threads} threads, one for each channel"
+    if max(len(op.channels), len(op.semaphores)) > plan.threads:
+        return f"has {plan.threads} threads, one for each channel or semaphore"
     far = [r for r, what in regions(op) if what in "rm" or (port and what == "l")]
+    moved = {"allgather": "i", "reducescatter": "o"}.get(plan.collective)
+    if plan.inplace and any(region.buffer == moved for region in far):
+        return "adds its own offset in place of that rank's"
+    if plan.reuses and any(region.buffer != "s" for region in far):
+        return "keeps the buffers of the first call, where it reuses resources"
     if plan.double_scratch and any(region.buffer == "s" for region in far):
         return "has this op use one half of double scratch buffers always"
     scratch = any(region.buffer == "s" for region in op.src[1:])
-    if plan.reuses and inside and op.name in ("re", "res") and scratch:
+    if plan.reuses and inside and (op.name == "res" or (op.name == "re" and scratch)):
         return "reads reused scratch memory behind its chunk"
+    chunk = min(plan.most, MOST_BYTES) // plan.gpus[0].chunks["i"]
+    if op.body and op.chunks * chunk > op.unit * MOST_ITERATIONS:
+        return (
+            f"counts {MOST_ITERATIONS} iterations at most: give max_message_size, or larger units"
+        )
     return ""
 
 
@@ -199,6 +220,14 @@ def reused_after(plan: ExecutionPlan) -> int:
     return max((chunk // unit for unit in units), default=0)
 
 
+def reducing_switch(topology: Topology, ranks: Sequence[int]) -> str:
+    """A switch that reduces and multicasts for all these ranks; empty if there is none."""
+    for switch in topology.reducing:
+        if all((topology.gpus[rank], switch) in topology.by_ends for rank in ranks):
+            return switch
+    return ""
+
+
 def _check_links(plan: ExecutionPlan, topology: Topology) -> None:
     if len(plan.gpus) != len(topology.gpus):
         raise PlanError(
@@ -209,8 +238,9 @@ def _check_links(plan: ExecutionPlan, topology: Topology) -> None:
         peers = {peer for region, _ in regions(op) for peer in region.ranks}
         if op.channel_type in ("memory", "port"):
             peers |= {plan.gpus[rank].peers(op.channel_type)[number] for number in op.channels}
-        if any(what in "mn" for _, what in regions(op)) and not topology.reducing:
-            raise PlanError(f"{where}: {topology.name} has no switch that reduces and multicasts")
+        for region, what in regions(op):
+            if what in "mn" and not reducing_switch(topology, region.ranks):
+                raise PlanError(f"{where}: {topology.name} has no switch of theirs that multicasts")
         for peer in sorted(peers - {rank}):
             a, b = topology.gpus[rank], topology.gpus[peer]
             if not topology.hops.get((a, b)):

@@ -18,7 +18,7 @@ from typing import Any
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.foreign.mscclpp import FORMS, SIGNALS, WAITS, ExecutionPlan, Op
 from linkweave.collectives.foreign.mscclpp_proof import verify
-from linkweave.collectives.foreign.mscclpp_rules import regions
+from linkweave.collectives.foreign.mscclpp_rules import reducing_switch, regions
 from linkweave.topology import Topology, Vertex
 
 Ends = tuple[Vertex, Vertex]
@@ -183,7 +183,7 @@ class _Run:
             a, b = (region.ranks[0], rank) if read else (rank, region.ranks[0])
             yield from (tuple(pairwise(hops[gpus[a], gpus[b]])) for _ in range(a != b))
         if what in "mn":  # once between the switch and this GPU, and each of the others
-            switch = self.topology.reducing[0]
+            switch = reducing_switch(self.topology, region.ranks)
             for owner in region.ranks:
                 yield ((gpus[owner], switch),) if read else ((switch, gpus[owner]),)
             yield ((switch, gpus[rank]),) if read else ((gpus[rank], switch),)

@@ -19,6 +19,7 @@ from linkweave.collectives.foreign.mscclpp import (
     Region,
 )
 from linkweave.collectives.foreign.mscclpp_proof import verify
+from linkweave.collectives.foreign.mscclpp_rules import reducing_switch
 from linkweave.collectives.planning.layout import ALIGN
 from linkweave.topology import Topology, speeds
 
@@ -94,12 +95,12 @@ def predict(topology: Topology, nbytes: int) -> Prediction:
 def _ports(topology: Topology) -> tuple[float, float, int, int]:
     """Of the GPU with the fewest links into the switch that reduces: bytes/s, latency in us,
     compute capability, and bytes/s of a link."""
+    switch = reducing_switch(topology, range(len(topology.gpus)))
+    if not switch or len(topology.gpus) < 2:
+        raise PlanError(f"{topology.name} has no switch that reduces for all GPUs (NVLS)")
     found = []
     for gpu in topology.gpus:
-        links = [k for k in topology.links if k.src == gpu and k.dst in topology.reducing]
-        if not links or len(topology.gpus) < 2:
-            raise PlanError(f"{topology.name} has no switch that reduces for all GPUs (NVLS)")
-        link = links[0]
+        link = topology.by_ends[gpu, switch]
         sm = max(speeds.generation(link.bandwidth), min(EFFICIENCY))
         rate = float(link.bandwidth * link.count)
         found.append((rate, link.latency_us, sm, link.bandwidth))

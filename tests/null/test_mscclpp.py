@@ -293,7 +293,8 @@ def port(name: str, *numbers: int) -> dict[str, Any]:
     return over(name, *numbers, kind="port")
 
 
-ONE, TWO = at("i", 0), {"tb_id": 0, "tbg_size": 2}
+ONE = at("i", 0)
+LOOP = {"name": "pipeline", "iter_context": {"unit_size": 1 << 19, "num_chunks": 1}, "ops": [NOP]}
 UNSAFE: dict[str, tuple[Any, str]] = {
     "a flush, which does nothing": (two("allgather", lambda a, b: [
         port("signal", 0), port("wait", 0), NOP, move("copy", ONE, at("s", 0)), NOP,
@@ -327,6 +328,46 @@ UNSAFE: dict[str, tuple[Any, str]] = {
                       move("copy", at("s", k // 2), at("o", k // 2),
                            tbg_info={"tb_id": k % 2, "tbg_size": 2})]) for k in range(4)],
         ())], inplace=False), "race for scratch"),
+    "shares beside a pipeline": (plan("allgather", [gpu(
+        0, (1, 1, 1), [block(k, [move("copy", ONE, at("o", 0),
+                                      tbg_info={"tb_id": k, "tbg_size": 8})]) for k in range(7)]
+        + [block(7, [LOOP])], ())], inplace=False), "= other data"),
+    "shares of sixteen and eight": (plan("allgather", [gpu(
+        0, (1, 1, 1), [
+            block(m, [move("copy", ONE, at("s", 0), tbg_info={"tb_id": 2 * m, "tbg_size": 16}),
+                      move("copy", ONE, at("s", 0), tbg_info={"tb_id": 2 * m + 1, "tbg_size": 16}),
+                      NOP, move("copy", at("s", 0), at("o", 0),
+                                tbg_info={"tb_id": m, "tbg_size": 8})]) for m in range(8)],
+        ())], inplace=False), "race for scratch"),
+    "shares of too many parts": (plan("allgather", [gpu(
+        0, (1, 1, 0), [block(0, [move("copy", ONE, at("o", 0),
+                                      tbg_info={"tb_id": 0, "tbg_size": 7}),
+                                 move("copy", ONE, at("o", 0),
+                                      tbg_info={"tb_id": 0, "tbg_size": 64})])],
+        ())], inplace=False), "are too fine"),
+    "a peer's input in place": (two("allgather", lambda a, b: [
+        *meets(0, relaxed=False), move("get", peer(0, 0), ONE), *meets(0, relaxed=False)],
+        (1, 2, 0), "i"), "adds its own offset"),
+    "reuse with a peer's output": ({**FILES["put"], "reuse_resources": True},
+                                   "keeps the buffers of the first call"),
+    "packets of several buffers": (two("allreduce", lambda a, b: [
+        move("ppkt", [ONE, at("o", 0)], [peer(0, 0), peer(0, 1)])],
+        (1, 1, 2), "s", inplace=False, packets=True), "takes all sources from the buffer"),
+    "a copy and a sum by the switch": ({**FILES["glres"], "gpus": [
+        {**one, "threadblocks": [{**one["threadblocks"][0], "ops": [
+            move("copy", at("i", rank), at("i", rank)), *one["threadblocks"][0]["ops"][5:]]}]}
+        for rank, one in enumerate(FILES["glres"]["gpus"])]}, "race for input"),
+    "iterations without end": (plan("allgather", [gpu(0, (1, 1, 0), [block(0, [
+        {**LOOP, "iter_context": {"unit_size": 1 << 20, "num_chunks": 1 << 40}}])], ())]),
+        "counts 65535 iterations at most"),
+    "semaphores without end": (plan("allgather", [{
+        **gpu(0, (1, 1, 0), [block(0, [LOOP])], ()), "semaphores": [{"init_value": 10**9}]}]),
+        "takes semaphores up to 64"),
+    "units of no ratio": (plan("allgather", [gpu(0, (1, 1, 0), [block(0, [LOOP, {
+        **LOOP, "iter_context": {"unit_size": (1 << 19) + 16, "num_chunks": 1}}])], ())]),
+        "are too fine"),
+    "fields of another op": (plan("allgather", [gpu(0, (1, 1, 0), [block(0, [
+        {**NOP, "barrier_id": 0}])], ())]), "has barrier_id, which is of barrier"),
     "other chunks than the collective's": (two("allreduce", lambda a, b: [NOP], (4, 1, 0), ""),
                                            "4 input and 1 output chunks are not those"),
     "no ranks": (plan("allgather", []), "numbered from 0"),
@@ -340,7 +381,7 @@ UNSAFE: dict[str, tuple[Any, str]] = {
     "a switch's group of one rank": (plan("allgather", [
         {**data, "channels": data["channels"] if rank else []}
         for rank, data in enumerate(FILES["gstore"]["gpus"])
-    ], inplace=False), "must be one of each|loader would refuse"),
+    ], inplace=False), "same groups of switches"),
     "chunks without end": (two("allgather", lambda a, b: [NOP], (10**9, 2 * 10**9, 0), ""),
                            "at most 16384 chunks"),
 }  # fmt: skip
@@ -370,6 +411,21 @@ def test_pipelines_of_different_units_are_walked_in_parts() -> None:
 
     with pytest.raises(PlanError, match=r"deadlock|not waited for"):
         proved(plan("allgather", [rank(0, 1), rank(1, 0)], inplace=False))
+
+
+def test_the_same_packets_from_two_ranks_are_refused() -> None:
+    """Rank 1 cannot know whether rank 2 has read what it overwrites."""
+    ops = {
+        0: [move("ppkt", [ONE, ONE], [peer(0, 0), peer(1, 0)])],
+        1: [move("upkt", at("s", 0), at("o", 0))],
+        2: [move("rppkt", at("s", 0), peer(1, 0)), move("upkt", at("s", 0), at("o", 0))],
+    }
+    gpus = [
+        gpu(a, (1, 3, 1), [block(0, ops[a], [0, 1], [0, 1])], [r for r in range(3) if r != a], "s")
+        for a in range(3)
+    ]  # fmt: skip
+    with pytest.raises(PlanError, match="where readers cannot tell"):
+        proved(plan("allgather", gpus, False, True, True))
 
 
 def test_packets_in_a_pipeline_are_refused() -> None:

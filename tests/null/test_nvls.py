@@ -59,8 +59,17 @@ def test_where_no_switch_reduces() -> None:
         with pytest.raises(PlanError, match="has no switch that reduces"):
             nvls.nvls(topology.load(name))
     plan = nvls.nvls(topology.load("dgx-h100"))
-    with pytest.raises(PlanError, match=r"has no switch that (multicasts|reduces)"):
+    with pytest.raises(PlanError, match="has no switch of theirs that multicasts"):
         verify(plan, topology.load("dgx-a100"))
+
+
+def test_switches_of_different_nodes_reduce_for_no_group(tmp_path: Path) -> None:
+    machine = topology.load("2 x dgx-h100").subset((0, 8))
+    with pytest.raises(PlanError, match="has no switch that reduces for all GPUs"):
+        nvls.nvls(machine)
+    plan = nvls.nvls(topology.load("dgx-h100").subset((0, 1)))
+    with pytest.raises(PlanError, match="has no switch of theirs that multicasts"):
+        verify(plan, machine)
 
 
 def test_nine_peers_are_too_many() -> None:
