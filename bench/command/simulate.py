@@ -114,7 +114,7 @@ def simulate(
 
 
 def _tell(
-    plan: mscclpp.ExecutionPlan, told: mscclpp_timing.Timing, machine: Topology, nbytes: int,
+    plan: mscclpp.ExecutionPlan, told: mscclpp_timing.Simulated, machine: Topology, nbytes: int,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Print the time of a plan of MSCCL++."""

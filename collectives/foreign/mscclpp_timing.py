@@ -26,7 +26,7 @@ Calls = Iterator[tuple[Op, int]]
 
 
 @dataclass(frozen=True)
-class Timing:
+class Simulated:
     """A simulated execution: seconds, and for each link the share of them in which it is busy."""
 
     seconds: float
@@ -42,7 +42,7 @@ class _Block:
     ahead: tuple[Op, int] | None = field(compare=False, default=None)
 
 
-def simulate(plan: ExecutionPlan, topology: Topology, nbytes: int) -> Timing:
+def simulate(plan: ExecutionPlan, topology: Topology, nbytes: int) -> Simulated:
     """Simulate one execution for messages of `nbytes`, after verifying the plan. Raises PlanError
     for a size that the plan does not take."""
     verify(plan, topology)
@@ -66,7 +66,7 @@ class _Run:
         self.ready: list[_Block] = []
         self.pairs = dict(_pairs(plan))
 
-    def run(self) -> Timing:
+    def run(self) -> Simulated:
         for rank, gpu in enumerate(self.plan.gpus):
             for ops in gpu.blocks:
                 block = _Block(0.0, len(self.ready), rank, self.calls(ops))
@@ -87,7 +87,7 @@ class _Run:
             else:
                 self.waiting[missing].append(block)
         shares = {ends: busy / last if last else 0.0 for ends, busy in self.busy.items()}
-        return Timing(last, shares)
+        return Simulated(last, shares)
 
     def calls(self, ops: tuple[Op, ...]) -> Calls:
         """Each op that is carried out, with the bytes of its regions."""
