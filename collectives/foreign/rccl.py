@@ -37,7 +37,7 @@ def read(text: str) -> dict[str, Callable[[Topology], Algorithm]]:
     found: dict[str, Callable[[Topology], Algorithm]] = {}
     for name, *quoted in _LINE.findall(text):
         value = "".join(quoted)
-        if not re.fullmatch(r"[0-9()| ]*\d[0-9()| ]*", value):
+        if not re.fullmatch(r"[0-9()| ]*\d[0-9()| ]*", value) or re.search(r"\d{5}", value):
             raise PlanError(
                 f"{name} has numbers, bars and brackets, of GPUs alone, not {shown(value)}"
             )
@@ -85,7 +85,8 @@ def parsed(text: str) -> dict[int, int]:
     parent: dict[int, int] = {}
     above: list[int] = []
     words = re.findall(r"\d+|[()]", text)
-    if "".join(words) != text.replace(" ", "") or words[:1] != ["("]:
+    long = max(map(len, words), default=0) > 4
+    if long or "".join(words) != text.replace(" ", "") or words[:1] != ["("]:
         raise PlanError(f"a tree of RCCL's is like (0(1(2))(3)), not {shown(text)}")
     for before, word in zip(["", *words], words, strict=False):
         if word == ")":
