@@ -1,7 +1,7 @@
 """The C-Cube paper's figures of training steps, beside simulated ones.
 
-B, C1 and R are all-reduces after the backward pass by the double tree, the overlapped double tree
-and a ring; C2 and CC chain B and C1 with the next forward pass.
+B, C1 and R are all-reduces after the backward pass by the double tree of figure 10, the same
+overlapped, and a ring; C2 and CC chain B and C1 with the next forward pass.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from functools import cache
 from scipy.stats import spearmanr
 
 from linkweave.bench.command.predict import PEAKS, REACHED
-from linkweave.bench.reproduce.c_cube import machine
+from linkweave.bench.reproduce.c_cube import baseline, machine
 from linkweave.bench.reproduce.rows import COMPUTED, SIMULATED, Part, Plot, Row, Series, mean
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Layer, Network, Profile, Schedule
 from linkweave.collectives.overlap.communication import whole
+from linkweave.collectives.planning.algorithms.registry import Named
 
-ALGORITHMS = {
-    "B": "double_tree", "C1": "ccube_dgx1", "C2": "double_tree", "CC": "ccube_dgx1", "R": "ring",
+ALGORITHMS: dict[str, Named] = {
+    "B": baseline, "C1": "ccube_dgx1", "C2": baseline, "CC": "ccube_dgx1", "R": "ring",
 }  # fmt: skip
 CHAINED = ("C2", "CC")
 MODELS = ("zfnet", "vgg16", "resnet50")
@@ -41,7 +42,7 @@ WHY_13 = (
 
 
 @cache
-def network(algorithm: str, slower: int = 1) -> Network:
+def network(algorithm: Named, slower: int = 1) -> Network:
     """The DGX-1 by one algorithm, with links that are so many times slower.
 
     A chunk takes alpha and its bytes over the bandwidth: n bytes on slower links take as long as

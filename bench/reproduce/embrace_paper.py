@@ -50,8 +50,8 @@ class Model:
     from table 3 (RTX3090), `coalescing` and `priority` the reductions in % that the text states,
     `sparsity` that of section 4.1.2 in %. `batches` are the batch sizes by `GPUS`, `speedups` over
     the best baseline by `GPUS`, from section 5.3. The paper does not tell `width`, the number of
-    tables and `blocks`, those that follow each table in the forward pass: they are the usual ones
-    of these models.
+    tables and `blocks`, those that follow each table in the forward pass: they are those of the
+    networks whose sizes fit (`DENSE`).
     """
 
     name: str
@@ -86,15 +86,50 @@ class Model:
 
 
 MODELS = (
-    Model("LM", 3186.5, 3099.5, 512, (2, 0), 8.7, 6.9, 2.6, 20.4, 61.8, 99.7, (128, 128),
+    Model("LM", 3186.5, 3099.5, 512, (1, 0), 8.7, 6.9, 2.6, 20.4, 61.8, 99.7, (128, 128),
           ((1.18, 1.77), (1.99, 2.41))),
-    Model("GNMT-8", 739.1, 252.5, 1024, (8, 8), 26.0, 12.2, 5.8, 53.1, 52.5, 89.7, (128, 32),
+    Model("GNMT-8", 739.1, 252.5, 1024, (4, 4), 26.0, 12.2, 5.8, 53.1, 52.5, 89.7, (128, 32),
           ((1.103, 1.268), (1.094, 1.296))),
     Model("Transformer", 1067.5, 263.4, 1024, (6, 6), 35.2, 16.6, 8.9, 52.9, 46.3, 86.6,
           (5120, 500), ((1.115, 1.176), (1.105, 1.282))),
     Model("BERT-base", 417.7, 89.4, 768, (12,), 36.0, 5.5, 3.2, 84.7, 41.9, 59.7, (32, 4),
           ((1.02, 1.06), (1.10, 1.40))),
 )  # fmt: skip
+
+
+def lstm(inputs: int, hidden: int) -> int:
+    """The parameters of a layer of an LSTM, with both biases."""
+    return 4 * hidden * (inputs + hidden + 2)
+
+
+def linear(inputs: int, outputs: int) -> int:
+    """The parameters of a linear layer with a bias."""
+    return (inputs + 1) * outputs
+
+
+def lm(words: int) -> int:
+    """One layer, its projection, and the softmax's bias: its weights are the second table."""
+    return lstm(512, 2048) + linear(2048, 512) + words
+
+
+def gnmt(words: int) -> int:
+    """NVIDIA's GNMT: four layers each, the first of the encoder in both directions, normalized
+    attention."""
+    encoder = 4 * lstm(1024, 1024) + lstm(2048, 1024)
+    decoder = lstm(1024, 1024) + 3 * lstm(2048, 1024)
+    return encoder + decoder + 2 * 1024 * 1024 + 2 * 1024 + 1 + linear(1024, words)
+
+
+def transformer(words: int) -> int:
+    """The big one of Vaswani and others (2017), table 3, whose last layer shares no weights."""
+    attention, norm = 4 * linear(1024, 1024), 2 * 1024
+    inner = linear(1024, 4096) + linear(4096, 1024)
+    return 6 * (3 * attention + 2 * inner + 5 * norm) + 1024 * words
+
+
+DENSE = {"LM": lm, "GNMT-8": gnmt, "Transformer": transformer}
+"""The parameters beside the embeddings, of a vocabulary: the paper names no sources of its models,
+these are networks whose sizes are the printed ones."""
 
 STALLS = {"RTX3090": (1.45, 2.56), "RTX2080": (1.37, 3.02)}
 """Figure 8: stalls on 16 GPUs as multiples of EmbRace's, over all models (section 5.4)."""

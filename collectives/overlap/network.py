@@ -29,6 +29,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import timing
 from linkweave.collectives.overlap.profile import MAX_BYTES, MAX_NUMBER
 from linkweave.collectives.overlap.timing import SHARES, Timing, timings_of
+from linkweave.collectives.planning.algorithms.registry import Named
 from linkweave.collectives.planning.collective import ALLREDUCE
 from linkweave.collectives.planning.equations import gtopk_seconds, topk_seconds
 from linkweave.collectives.planning.plan import Plan, Step
@@ -69,7 +70,7 @@ class Network:
         object.__setattr__(self, "timings", timing.checked(self.timings))
 
     @staticmethod
-    def from_topology(topology: Topology, algorithm: str = "auto") -> Network:
+    def from_topology(topology: Topology, algorithm: Named = "auto") -> Network:
         """Return the network of a machine or cluster, one worker for each GPU.
 
         All-reduces of 4 KiB to 1 GiB are planned and simulated, alone, as gradient queues, and two
@@ -81,7 +82,8 @@ class Network:
         timings = tuple(_timing(topology, nbytes, algorithm) for nbytes in SIZES)
         gamma, name = contention(topology, algorithm), topology.name
         made = fit([(t.nbytes, t.seconds) for t in timings], len(topology.gpus), gamma).network
-        name = name if algorithm == "auto" else f"{name}, {algorithm}"
+        if algorithm != "auto":
+            name = f"{name}, {algorithm if isinstance(algorithm, str) else algorithm.__name__}"
         return replace(made, name=name, timings=timings)
 
     @staticmethod
@@ -369,7 +371,7 @@ LARGE = 1 << 26
 """Bytes of the all-reduces from which `contention` is found."""
 
 
-def _timing(topology: Topology, nbytes: int, algorithm: str) -> Timing:
+def _timing(topology: Topology, nbytes: int, algorithm: Named) -> Timing:
     queue = plan_collective(ALLREDUCE, topology, nbytes, 0, algorithm, queued=True)
     line = simulate(queue, topology, nbytes)
     chosen = choose(topology, nbytes) if algorithm == "auto" else algorithm
@@ -388,7 +390,7 @@ def arrivals_of(line: Timeline) -> tuple[float, ...]:
     return (float(upto[0]), *(float(upto[(end - 1) // chunk]) for end in ends))
 
 
-def contention(topology: Topology, algorithm: str = "auto") -> float:
+def contention(topology: Topology, algorithm: Named = "auto") -> float:
     """Return gamma (`overlap.network`): how many times longer a byte takes while a second
     all-reduce by the same plan is under way.
 
