@@ -49,9 +49,9 @@ class Model:
     `whole` and `embedding` are from table 1, `original`, `coalesced` and `prioritized` gradients
     from table 3 (RTX3090), `coalescing` and `priority` the reductions in % that the text states,
     `sparsity` that of section 4.1.2 in %. `batches` are the batch sizes by `GPUS`, `speedups` over
-    the best baseline by `GPUS`, from section 5.3. The paper does not tell `width`, the number of
-    tables and `blocks`, those that follow each table in the forward pass: they are those of the
-    networks whose sizes fit (`DENSE`).
+    the best baseline by `GPUS`, from section 5.3. The paper does not tell `width`, nor, but for
+    LM, the number of tables, nor `blocks`, those that follow each table in the forward pass: they
+    are those of the networks whose sizes fit (`DENSE`).
     """
 
     name: str
@@ -108,13 +108,14 @@ def linear(inputs: int, outputs: int) -> int:
 
 
 def lm(words: int) -> int:
-    """One layer, its projection, and the softmax's bias: its weights are the second table."""
+    """One layer of 2,048, a linear layer to 512 after it, and the softmax's bias: its weights are
+    the second table."""
     return lstm(512, 2048) + linear(2048, 512) + words
 
 
 def gnmt(words: int) -> int:
-    """NVIDIA's GNMT: four layers each, the first of the encoder in both directions, normalized
-    attention."""
+    """NVIDIA's GNMT with two tables: four layers each, the first of the encoder in both directions,
+    normalized attention."""
     encoder = 4 * lstm(1024, 1024) + lstm(2048, 1024)
     decoder = lstm(1024, 1024) + 3 * lstm(2048, 1024)
     return encoder + decoder + 2 * 1024 * 1024 + 2 * 1024 + 1 + linear(1024, words)
@@ -129,7 +130,7 @@ def transformer(words: int) -> int:
 
 DENSE = {"LM": lm, "GNMT-8": gnmt, "Transformer": transformer}
 """The parameters beside the embeddings, of a vocabulary: the paper names no sources of its models,
-these are networks whose sizes are the printed ones."""
+these are networks whose sizes are within 0.3 MB of the printed ones."""
 
 STALLS = {"RTX3090": (1.45, 2.56), "RTX2080": (1.37, 3.02)}
 """Figure 8: stalls on 16 GPUs as multiples of EmbRace's, over all models (section 5.4)."""

@@ -248,7 +248,8 @@ def training() -> Part:
             reason="needs ImageNet and GPUs"),
         measured("figure 8", "start-up of a message, ms", 0.436, NETWORK, "network-4x2-1gbit",
                  lambda f: 1e3 * _message(f)[0],
-                 reason="gloo under a shared CPU of two cores; there MPI between real hosts"),
+                 reason="emulated hosts of one computer, without adapters and switches; "
+                 "uncertain, as start-ups are little of what is fitted, from 1 MB on"),
         measured("figure 8", "ns a byte", 9.0, NETWORK, "network-4x2-1gbit",
                  lambda f: 1e9 * _message(f)[1], reason="1 Gbit/s is 8 ns a byte at least"),
         measured("section IV-D", "VGG-16 of 138 M values, 4 hosts at 1 Gbit/s: exchange of gTop-k "

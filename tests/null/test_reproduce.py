@@ -59,7 +59,7 @@ def test_overlapped_trees_gain_what_c_cube_measured() -> None:
 
 
 def test_the_baseline_differs_from_c1_in_overlap_alone() -> None:
-    """Section V-A: the baseline has the detours too."""
+    """Section V-B: the baseline has the detours too."""
     nbytes = 1 << 20
     plans = [collectives.plan_allreduce(c_cube.machine(), nbytes, name, 8)
              for name in (c_cube.baseline, "ccube_dgx1")]  # fmt: skip

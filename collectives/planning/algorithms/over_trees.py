@@ -78,7 +78,7 @@ def overlapped_tree(topology: Topology) -> Algorithm:
 
 
 def double_tree(topology: Topology) -> Algorithm:
-    """Reduce over two binary trees, then broadcast (C-Cube, figure 6(b), its baseline B)."""
+    """Reduce over two binary trees, then broadcast (C-Cube, figure 6(b))."""
     return over_trees("double_tree", topology, two_trees(len(topology.gpus)), overlap=False)
 
 
