@@ -31,7 +31,6 @@ MB = 1 << 20
 SIZES = tuple(n * MB for n in (1, 4, 16, 64, 128, 256, 512))
 ALPHA, BETA = 5e-6, 1 / 25e9
 """Start-up, which the paper does not tell, and seconds a byte of a link, for equations 2, 5, 7."""
-NODES = 256
 SLICE = 200_000
 """Bytes of a slice: 50,000 parameters, as in P3, which the paper cites for slicing."""
 
@@ -146,13 +145,12 @@ def _steps(name: str, topology: Topology) -> int:
 def scaling() -> Part:
     """Figure 14: trees against rings up to 1,024 ranks."""
     found = [*scale.rows()]
-    few = [r for r in found if r.ranks <= NODES]
-    small = [r for r in few if r.nbytes < scale.SIZES[-1]]
-    large = [r for r in few if r.nbytes == scale.SIZES[-1]]
+    small = [r for r in found if r.nbytes < scale.SIZES[-1]]
+    large = [r for r in found if r.nbytes == scale.SIZES[-1]]
     waits = [r.baseline_turnaround / r.turnaround for r in large]
     thin = (
-        f"every rank with the same bandwidth, up to {NODES} ranks, where ours are nearest: the "
-        "text names neither node counts nor link speeds"
+        f"up to {scale.RANKS[-1]:,} ranks of the same bandwidth, with links from rank to rank; the "
+        "paper has switches, and names neither node counts nor link speeds"
     )
     chunks = "64 MB in 256 chunks: 128 + 2 d - 1 steps against 2 d on trees of depth d"
     rows = (

@@ -57,6 +57,28 @@ def test_training_is_that_of_one_process(
     collectives.spawn(as_one_process, size, args=(cases, steps), timeout=60)
 
 
+def itself(rank: int) -> None:
+    whole = torch.nn.Embedding(WORDS, WIDTH, dtype=torch.float64)
+    torch.nn.init.constant_(whole.weight, 0.5)
+    mine = ShardedEmbedding(WORDS, WIDTH, dtype=torch.float64)
+    mine.load_state_dict(whole.state_dict())
+    optimizer = torch.optim.SGD(mine.parameters(), 0.25)
+    with linkweave.DataParallel(mine, optimizer) as model:
+        for step in range(3):
+            ids = torch.tensor([step, 2 * step + 1])
+            model(ids + rank).sum().backward()
+            optimizer.step()
+            with torch.no_grad():  # the mean of both ranks' gradients
+                for word in (step, step + 1, 2 * step + 1, 2 * step + 2):
+                    whole.weight[word] -= 0.125
+            optimizer.zero_grad()
+        assert torch.equal(model.module.state_dict()["weight"], whole.weight)
+
+
+def test_the_model_is_an_embedding() -> None:
+    collectives.spawn(itself, 2, timeout=60)
+
+
 def by_schedule(rank: int, made: Any) -> None:
     states = []
     for policy, chained in made:

@@ -205,7 +205,10 @@ def embeddings_of(module: nn.Module) -> dict[str, ShardedEmbedding]:
     }
     owners = {id(part.weight): name for name, part in found.items()}
     every = module.named_modules(remove_duplicate=False)  # an embedding may have several names
-    own = {f"{name}.weight" for name, part in every if isinstance(part, ShardedEmbedding)}
+    own = {
+        f"{name}.weight".removeprefix(".")  # the name of the model itself is empty
+        for name, part in every if isinstance(part, ShardedEmbedding)
+    }  # fmt: skip
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner = owners.get(id(parameter))
         if owner is not None and name not in own:
