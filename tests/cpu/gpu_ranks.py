@@ -99,9 +99,11 @@ def gpus(
     machine = Machine(make)
     monkeypatch.setattr(cuda, "open_device", machine)
     monkeypatch.setattr(cuda, "current_device", lambda: CURRENT.index)
-    yield machine
-    for device in machine.ours():
-        device.close()
+    try:
+        yield machine
+    finally:  # a test that fails is kept, and would keep the threads of its streams
+        for device in machine.ours():
+            device.close()
     _KEPT.clear()
     gc.collect()  # tensors that threads had
     assert not machine.left()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -147,6 +148,13 @@ class Nccl:
         return begun
 
 
+def wait_until(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def beside_nccl(rank: int, machine: Machine, nccl: Nccl, ordered: bool, first: str) -> float:
     """Each GPU would begin with another of the two calls, if that were up to it: on rank 1 the
     stream of the first one is busy."""
@@ -172,9 +180,11 @@ def beside_nccl(rank: int, machine: Machine, nccl: Nccl, ordered: bool, first: s
         device._enqueue(streams[first], lambda: busy.wait(60))
     for call in (ours, theirs) if first == "linkweave" else (theirs, ours):
         call()
+        if rank == 0 and not ordered:  # each stream is a thread, of which the other may be ahead
+            wait_until(lambda: device._running)
     comm.barrier()
-    if not ordered:
-        begun[0].wait(0.3)
+    if rank == 1 and not ordered:
+        assert begun[0].wait(60)
     busy.set()
     comm.synchronize()
     device.synchronise(7)
