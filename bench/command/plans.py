@@ -18,7 +18,6 @@ from linkweave.bench.command import options
 from linkweave.collectives import CollectiveError, Explanation, Plan
 from linkweave.collectives.foreign import mscclpp, nccl_graph, nvls, rccl
 from linkweave.collectives.foreign.mscclpp_export import check_size, exported
-from linkweave.collectives.foreign.mscclpp_rules import reducing_switch
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.cost import MAX_CHUNKS
 from linkweave.collectives.planning.explain import size_text
@@ -36,16 +35,17 @@ LARGE = 64 << 20
 """Bytes for which a plan is made where no size is asked for."""
 
 
-def read_foreign(path: Path) -> mscclpp.ExecutionPlan | None:
-    """A plan of MSCCL++, if the file has one."""
+def read_plans(
+    path: Path, machine: Topology, nbytes: int = LARGE
+) -> mscclpp.ExecutionPlan | list[Plan]:
+    """Read a plan of MSCCL++ as it is; or one of ours, or the rings and chains of NCCL or RCCL, as
+    all-reduces of so many bytes, verified on the machine. Raises CollectiveError."""
     text = read(str(path))
-    return mscclpp.read(text) if mscclpp.is_plan(text) else None
+    return mscclpp.read(text) if mscclpp.is_plan(text) else plans_in(text, path, machine, nbytes)
 
 
-def read_plans(path: Path, machine: Topology, nbytes: int = LARGE) -> list[Plan]:
-    """Read a plan of ours, or the rings and chains of an NCCL graph, as all-reduces of so many
-    bytes, and verify them on the machine. Raises CollectiveError."""
-    text = read(str(path))
+def plans_in(text: str, path: Path, machine: Topology, nbytes: int = LARGE) -> list[Plan]:
+    """`read_plans` of a text that is not MSCCL++'s."""
     if rccl.is_text(text):
         return [
             collectives.plan_allreduce(machine, nbytes, one) for one in rccl.read(text).values()
@@ -138,10 +138,7 @@ def by_switches(
 ) -> str:  # fmt: skip
     """Write the all-reduce by switches if that is asked for, or expected to be the fastest; says
     what was written."""
-    able = 1 < len(machine.gpus) <= nvls.MOST_RANKS and reducing_switch(
-        machine, range(len(machine.gpus))
-    )
-    if collective != "allreduce" or (algorithm == "auto" and not able):
+    if collective != "allreduce" or (algorithm == "auto" and not nvls.possible(machine)):
         return ""
     if nbytes <= 0:
         raise CollectiveError(f"--to writes plans for messages of some bytes, not {nbytes}")

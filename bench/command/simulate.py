@@ -11,10 +11,9 @@ from rich.progress import Progress
 
 from linkweave import collectives
 from linkweave.bench.command import options
-from linkweave.bench.command.plans import check_chunks, one_of, read_foreign, read_plans
+from linkweave.bench.command.plans import check_chunks, one_of, read_plans
 from linkweave.collectives import CollectiveError, Plan
 from linkweave.collectives.foreign import mscclpp, mscclpp_timing, nvls
-from linkweave.collectives.foreign.mscclpp_rules import reducing_switch
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose
 from linkweave.collectives.planning.simulate import Timeline
@@ -56,10 +55,12 @@ def simulate(
             raise CollectiveError(
                 "--plan has its own collective, root, algorithm and chunks: leave those out"
             )
-        if foreign := read_foreign(plan):
-            _tell(foreign, mscclpp_timing.simulate(foreign, found, nbytes), found, nbytes, as_json)
+        theirs = read_plans(plan, found, nbytes)
+        if isinstance(theirs, mscclpp.ExecutionPlan):
+            told = mscclpp_timing.simulate(theirs, found, nbytes)
+            _tell(theirs, told, found, nbytes, as_json)
             return
-        given = read_plans(plan, found, nbytes)
+        given = theirs
         collective, root = given[0].collective, given[0].root
         names = tuple(made.algorithm for made in given)
         foreign_rings = given[0].algorithm.startswith(("nccl_", "rccl_"))
@@ -104,12 +105,11 @@ def simulate(
           "" if r["exclusive"] else "shared") for r in rows],
     ))  # fmt: skip
     print(LEGEND)
-    able = len(found.gpus) > 1 and reducing_switch(found, range(len(found.gpus)))
-    if able and collective == "allreduce" and not given:
-        told = nvls.predict(found, nbytes)
+    if collective == "allreduce" and not given and nvls.possible(found):
+        switched = nvls.predict(found, nbytes)
         print(
             f"by switches, which plans for MSCCL++ use (plan --to mscclpp): "
-            f"{told.seconds * 1e6:.1f} us, {nbytes / told.seconds / 1e9:.2f} GB/s"
+            f"{switched.seconds * 1e6:.1f} us, {nbytes / switched.seconds / 1e9:.2f} GB/s"
         )
 
 

@@ -12,7 +12,7 @@ import typer
 from linkweave import collectives, topology
 from linkweave.bench.command import options, plans
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.foreign import mscclpp_proof, mscclpp_timing
+from linkweave.collectives.foreign import mscclpp, mscclpp_proof, mscclpp_timing
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
@@ -65,11 +65,12 @@ def topo(
                 f"--plan: {plan!r} is neither a file nor an algorithm; algorithms are "
                 f"{', '.join(ALGORITHMS['allreduce'])}"
             )
-        if foreign := plans.read_foreign(Path(plan)):
-            mscclpp_proof.verify(foreign, found)
-            drawn = mscclpp_timing.as_drawn(foreign)
+        theirs = plans.read_plans(Path(plan), found)
+        if isinstance(theirs, mscclpp.ExecutionPlan):
+            mscclpp_proof.verify(theirs, found)
+            drawn = mscclpp_timing.as_drawn(theirs)
         else:
-            drawn = plans.read_plans(Path(plan), found)[0]
+            drawn = theirs[0]
     if compare is not None:
         other = topology.load(compare)
         if as_json:

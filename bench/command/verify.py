@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from linkweave.bench.command import options
-from linkweave.bench.command.plans import read_plans
+from linkweave.bench.command.plans import plans_in
 from linkweave.collectives import CollectiveError, PlanError
 from linkweave.collectives.foreign import mscclpp, mscclpp_proof, nccl_graph, rccl
 from linkweave.collectives.planning.plan import Plan
@@ -61,11 +61,9 @@ def verify(
     elif nccl_graph.is_graph(text) or rccl.is_text(text):
         if machine is None:
             raise CollectiveError("NCCL's and RCCL's are of a machine: name it with --topo")
-        plans = read_plans(file, machine)
-        remark = ""
+        plans = plans_in(text, file, machine)
         print(f"{file.name}: {', '.join(made.algorithm for made in plans)} of {plans[0].size} GPUs")
-        for made in plans:
-            remark = "; ".join((remark, *made.notes)).lstrip("; ")
+        remark = "; ".join(note for made in plans for note in made.notes)
     else:
         made = Plan.from_json(text)
         remark = ""

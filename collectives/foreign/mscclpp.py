@@ -12,6 +12,7 @@ channels and remote buffers, are resolved.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,16 @@ MOST_SHARES = 64
 MOST_BYTES = (1 << 32) - 1
 """Of a buffer: offsets have 32 bits."""
 MOST_ITERATIONS = (1 << 16) - 1
+
+
+NAMES = {
+    "allreduce": "allreduce", "allgather": "allgather", "reduce_scatter": "reducescatter",
+    "alltoall": "alltoall",
+}  # fmt: skip
+"""Its names of the collectives that plans are read and written for, by ours."""
+
+Channel = tuple[int, str, int]
+"""A channel of a rank: rank, "memory" or "port", number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +150,25 @@ class ExecutionPlan:
     alignment: int = 16
     least: int = 0
     most: int = (1 << 64) - 1
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of a message: of a rank's input, or what an all-gather puts out."""
+        return self.gpus[0].chunks["o" if self.collective == "allgather" else "i"]
+
+    def partners(self) -> dict[Channel, Channel | None]:
+        """The other end of each channel: a rank's k-th one to a peer meets the k-th of that peer,
+        if it has as many."""
+        ends: dict[tuple[int, int, str], list[Channel]] = defaultdict(list)
+        for rank, gpu in enumerate(self.gpus):
+            for kind in ("memory", "port"):
+                for number, peer in enumerate(gpu.peers(kind)):
+                    ends[rank, peer, kind].append((rank, kind, number))
+        found: dict[Channel, Channel | None] = {}
+        for (rank, peer, kind), mine in ends.items():
+            others = ends.get((peer, rank, kind), [])
+            found |= {one: others[k] if k < len(others) else None for k, one in enumerate(mine)}
+        return found
 
     def ops(self) -> Iterator[tuple[int, int, Op]]:
         """(rank, thread block, op), with those inside of pipelines."""

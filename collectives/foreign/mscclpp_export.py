@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.foreign import mscclpp
 from linkweave.collectives.foreign.mscclpp import (
     FORMS,
     MOST_AT_ONCE,
     MOST_BYTES,
     MOST_ITERATIONS,
+    NAMES,
     SIGNALS,
     WAITS,
     ExecutionPlan,
@@ -36,12 +36,6 @@ from linkweave.collectives.planning.plan import Op as Verb
 from linkweave.collectives.planning.plan import Plan, Step, Track
 from linkweave.topology import Topology
 
-NAMES = {
-    "allreduce": "allreduce", "allgather": "allgather", "reduce_scatter": "reducescatter",
-    "alltoall": "alltoall",
-}  # fmt: skip
-"""The collectives that MSCCL++ has, by our names."""
-
 
 def exported(plan: Plan, nbytes: int, topology: Topology | None = None) -> ExecutionPlan:
     """The plan for messages of about `nbytes`, verified.
@@ -53,7 +47,6 @@ def exported(plan: Plan, nbytes: int, topology: Topology | None = None) -> Execu
     if plan.collective not in NAMES:
         raise PlanError(f"MSCCL++ takes plans of {', '.join(NAMES)}, not of a {plan.collective}")
     made = _Export(plan, nbytes).plan()
-    mscclpp.check(made)
     verify(made, topology)
     check_size(made, nbytes)
     return made

@@ -38,6 +38,7 @@ from linkweave.collectives.foreign.mscclpp import (
     FORMS,
     SIGNALS,
     WAITS,
+    Channel,
     ExecutionPlan,
     Op,
     Region,
@@ -209,26 +210,18 @@ class _Proof:
         self.met: dict[tuple[int, int], list[_Block]] = defaultdict(list)
         self.moved = False
 
-    def _connect(self) -> dict[tuple[int, str, int], tuple[_Channel, _Channel]]:
-        """For each channel of a rank, what it sends and what it receives: the k-th channel to a
-        peer meets the k-th of that peer."""
-        found: dict[tuple[int, str, int], tuple[_Channel, _Channel]] = {}
-        pairs: dict[tuple[int, int, str], list[int]] = defaultdict(list)
-        for rank, gpu in enumerate(self.plan.gpus):
-            for kind in ("memory", "port"):
-                for number, peer in enumerate(gpu.peers(kind)):
-                    pairs[rank, peer, kind].append(number)
-        for (rank, peer, kind), numbers in pairs.items():
-            others = pairs.get((peer, rank, kind), [])
-            for k, mine in enumerate(numbers):
-                there = _Channel(f"{kind} channel {mine} of rank {rank} to rank {peer}")
-                back = _Channel(f"a {kind} channel of rank {peer} to rank {rank}")
-                if k >= len(others):  # to which nobody listens
-                    found[rank, kind, mine] = there, back
-                elif rank < peer:
-                    back.name = f"{kind} channel {others[k]} of rank {peer} to rank {rank}"
-                    found[rank, kind, mine] = there, back
-                    found[peer, kind, others[k]] = back, there
+    def _connect(self) -> dict[Channel, tuple[_Channel, _Channel]]:
+        """For each channel of a rank, what it sends and what it receives."""
+        found: dict[Channel, tuple[_Channel, _Channel]] = {}
+        for mine, other in self.plan.partners().items():
+            rank, kind, number = mine
+            peer = self.plan.gpus[rank].peers(kind)[number]
+            there = _Channel(f"{kind} channel {number} of rank {rank} to rank {peer}")
+            if other is None:  # nobody listens
+                found[mine] = there, _Channel(f"a {kind} channel of rank {peer} to rank {rank}")
+            elif rank < peer:
+                back = _Channel(f"{kind} channel {other[2]} of rank {peer} to rank {rank}")
+                found[mine], found[other] = (there, back), (back, there)
         return found
 
     def _most_released(self) -> dict[tuple[int, int, int], int]:

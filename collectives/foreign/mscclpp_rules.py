@@ -14,6 +14,7 @@ from linkweave.collectives.foreign.mscclpp import (
     FORMS,
     MOST_BYTES,
     MOST_ITERATIONS,
+    NAMES,
     SIGNALS,
     WAITS,
     ExecutionPlan,
@@ -23,7 +24,6 @@ from linkweave.collectives.foreign.mscclpp import (
 )
 from linkweave.topology import Topology
 
-COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall")
 PUTS = ("put", "pws", "pwsf")
 """The ops that a port channel's proxy carries out, if they are over one."""
 REUSED_SCRATCH = 1 << 26
@@ -59,9 +59,9 @@ def check_rules(plan: ExecutionPlan, topology: Topology | None = None) -> None:
 
 
 def _check_chunks(plan: ExecutionPlan) -> None:
-    if plan.collective not in COLLECTIVES:
+    if plan.collective not in NAMES.values():
         raise PlanError(
-            f"verify knows the results of {', '.join(COLLECTIVES)}, not of {plan.collective!r}"
+            f"verify knows the results of {', '.join(NAMES.values())}, not of {plan.collective!r}"
         )
     size = len(plan.gpus)
     counts = {(gpu.chunks["i"], gpu.chunks["o"]) for gpu in plan.gpus}
@@ -205,7 +205,7 @@ def reused_after(plan: ExecutionPlan) -> int:
     chunk = ceil(ceil(REUSED_SCRATCH / max(scratch)) / plan.alignment) * plan.alignment
     outer = [op for gpu in plan.gpus for ops in gpu.blocks for op in ops]
     if any(region.buffer == "s" for op in outer for region, _ in regions(op)):
-        most = chunk * plan.gpus[0].chunks["o" if plan.collective == "allgather" else "i"]
+        most = chunk * plan.chunks
         if plan.most > most:
             raise PlanError(
                 f"outside of pipelines, chunks above {chunk} bytes overlap in reused scratch "

@@ -46,13 +46,13 @@ def simulate(plan: ExecutionPlan, topology: Topology, nbytes: int) -> Simulated:
     """Simulate one execution for messages of `nbytes`, after verifying the plan. Raises PlanError
     for a size that the plan does not take."""
     verify(plan, topology)
-    given = plan.gpus[0].chunks["o" if plan.collective == "allgather" else "i"]
-    if nbytes <= 0 or nbytes % (given * plan.alignment) or not plan.least <= nbytes <= plan.most:
+    whole = plan.chunks * plan.alignment
+    if nbytes <= 0 or nbytes % whole or not plan.least <= nbytes <= plan.most:
         raise PlanError(
             f"{plan.name} takes messages of {plan.least} to {plan.most} bytes that are multiples "
-            f"of {given * plan.alignment}, not {nbytes}"
+            f"of {whole}, not {nbytes}"
         )
-    return _Run(plan, topology, nbytes // given).run()
+    return _Run(plan, topology, nbytes // plan.chunks).run()
 
 
 class _Run:
@@ -64,7 +64,7 @@ class _Run:
         self.taken: dict[Any, int] = defaultdict(int)
         self.waiting: dict[Any, list[_Block]] = defaultdict(list)
         self.ready: list[_Block] = []
-        self.pairs = dict(_pairs(plan))
+        self.partners = plan.partners()
 
     def run(self) -> Simulated:
         for rank, gpu in enumerate(self.plan.gpus):
@@ -114,7 +114,7 @@ class _Run:
         rank = block.rank
         if op.name in SIGNALS:
             for number in op.channels:
-                other = self.pairs.get((rank, op.channel_type, number))
+                other = self.partners.get((rank, op.channel_type, number))
                 self.happen(("signal", other), block.time)
         elif op.name in WAITS:
             return self.wait(block, [("signal", (rank, op.channel_type, n)) for n in op.channels])
@@ -172,7 +172,7 @@ class _Run:
                     self.happen(("packet", owner, index), over)
         if op.name in ("pws", "pwsf"):
             for number in op.channels:
-                self.happen(("signal", self.pairs.get((block.rank, "port", number))), over)
+                self.happen(("signal", self.partners.get((block.rank, "port", number))), over)
         block.time = over
         return None
 
@@ -201,17 +201,6 @@ class _Run:
             free[at] = start + seconds
             self.busy[ends] += nbytes / link.bandwidth_each / link.parallel
         return start + seconds + max(link.latency_us for link in links) * 1e-6
-
-
-def _pairs(plan: ExecutionPlan) -> Iterator[tuple[Any, Any]]:
-    """The channel at the other end of each: the k-th to a peer meets the k-th of that peer."""
-    ends: dict[Any, list[Any]] = defaultdict(list)
-    for rank, gpu in enumerate(plan.gpus):
-        for kind in ("memory", "port"):
-            for number, peer in enumerate(gpu.peers(kind)):
-                ends[rank, peer, kind].append((rank, kind, number))
-    for (rank, peer, kind), mine in ends.items():
-        yield from zip(mine, ends.get((peer, rank, kind), ()), strict=False)
 
 
 def as_drawn(plan: ExecutionPlan) -> Any:

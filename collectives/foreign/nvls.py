@@ -41,6 +41,12 @@ class Prediction:
     inputs: str
 
 
+def possible(topology: Topology) -> bool:
+    """Whether there is such a plan for this machine."""
+    size = len(topology.gpus)
+    return 1 < size <= MOST_RANKS and bool(reducing_switch(topology, range(size)))
+
+
 def nvls(topology: Topology) -> ExecutionPlan:
     """The plan, verified. Raises PlanError where no switch reduces for all GPUs, or for more peers
     than an op of MSCCL++ has room for."""
@@ -52,7 +58,7 @@ def nvls(topology: Topology) -> ExecutionPlan:
             f"signal {size - 1} peers"
         )
     everyone = tuple(range(size))
-    gpus = []
+    gpus, whole = [], size * BLOCKS
     for rank in everyone:
         blocks = []
         for block in range(BLOCKS):
@@ -65,12 +71,11 @@ def nvls(topology: Topology) -> ExecutionPlan:
             nop, reduce = Op("nop"), Op("glres", (mine,), (mine,), "switch")
             blocks.append((*before, nop, reduce, nop, *after, nop))
         others = tuple(r for r in everyone if r != rank)
-        chunks = {"i": size * BLOCKS, "o": size * BLOCKS, "s": 0}
+        chunks = {"i": whole, "o": whole, "s": 0}
         gpus.append(Gpu(chunks, tuple(blocks), others * BLOCKS))
-    chunks_in_all = size * BLOCKS
     made = ExecutionPlan(
-        f"linkweave_nvls_{size}", "allreduce", True, tuple(gpus), least=ALIGN * chunks_in_all,
-        most=MOST_BYTES // (ALIGN * chunks_in_all) * ALIGN * chunks_in_all,
+        f"linkweave_nvls_{size}", "allreduce", True, tuple(gpus), least=ALIGN * whole,
+        most=MOST_BYTES // (ALIGN * whole) * ALIGN * whole,
     )  # fmt: skip
     verify(made, topology)
     return made

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mscclpp_files import FILES
-from test_fuzz_readers import EDITS, QUICK, WORDS, Edit, edited
+from test_fuzz_readers import QUICK, WORDS, attempt
 from test_judge import TAGGED, V100, new, old, written
 from test_nccl_graph import CHAINS, RINGS, dump
 
@@ -73,12 +73,7 @@ def test_the_texts_are_read_as_they_are(form: str) -> None:
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_edited_texts_are_read_or_refused(form: str, examples: int) -> None:
-    @settings(QUICK, max_examples=examples)
-    @given(st.sampled_from(FORMS[form][1]), EDITS)
-    def attempt(text: str, edits: Sequence[Edit]) -> None:
-        quickly(form, edited(text, edits))
-
-    attempt()
+    attempt(quickly, form, FORMS[form][1], examples)
 
 
 @QUICK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -70,6 +70,19 @@ def edited(text: str, edits: Sequence[Edit]) -> str:
     return text
 
 
+def attempt(
+    quickly: Callable[[str, str], None], form: str, texts: Sequence[str], examples: int
+) -> None:
+    """Edit the texts so many times, and have them read."""
+
+    @settings(QUICK, max_examples=examples)
+    @given(st.sampled_from(texts), EDITS)
+    def once(text: str, edits: Sequence[Edit]) -> None:
+        quickly(form, edited(text, edits))
+
+    once()
+
+
 def quickly(form: str, text: str) -> None:
     """Read it in at most LONGEST seconds of this process."""
     start = time.process_time()
@@ -119,12 +132,7 @@ def test_the_texts_are_read_as_they_are(form: str) -> None:
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_edited_texts_are_read_or_refused(form: str, examples: int) -> None:
-    @settings(QUICK, max_examples=examples)
-    @given(st.sampled_from(FORMS[form]), EDITS)
-    def attempt(text: str, edits: Sequence[Edit]) -> None:
-        quickly(form, edited(text, edits))
-
-    attempt()
+    attempt(quickly, form, FORMS[form], examples)
 
 
 @QUICK
