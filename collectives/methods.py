@@ -300,7 +300,7 @@ class Collectives(Methods):
 
         values: float32, float16 or bfloat16, shape [n], on the CPU or this rank's GPU.
         indices: int32, shape [n], strictly ascending, below `numel`.
-        numel: length of the dense vector, at most 2^31.
+        numel: length of the dense vector, below 2^31.
         k: number of entries that mode "gtopk" keeps.
         op: "sum" or "avg". The average is divided in float32 at the end.
         residual: float32, `numel` elements, contiguous; receives what the call drops.
@@ -314,8 +314,9 @@ class Collectives(Methods):
             is lost, as in the paper.
         async_op: return a `Work` whose `wait` returns the result. CPU tensors only.
 
-        Returns (values, indices) in the library and dtype of the input. On a GPU the host waits for
-        the size of the result, so the call cannot be captured into a graph.
+        Returns (values, indices) in the library and dtype of the input. On a GPU the host waits
+        twice, for the check of the indices and for the size of the result, whatever the number of
+        ranks; so the call cannot be captured into a graph.
         Rounding: 16-bit values are added in float32 and rounded once at each merge. An entry takes
         8 bytes on the wire, or 6 with 16-bit values.
         Raises as `allreduce` does.

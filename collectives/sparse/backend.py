@@ -13,6 +13,7 @@ from linkweave.collectives.planning.collective import Pairs, Root
 from linkweave.collectives.planning.sparse_tree import INDEX
 from linkweave.collectives.runtime.buffer import DTYPES
 from linkweave.collectives.runtime.reference import from_bfloat16, to_bfloat16
+from linkweave.kernels.merge.cpu import PAD
 
 Vector = tuple[Any, Any]
 """(values, indices): ascending int32 indices; float32 values that the wire dtype can hold."""
@@ -27,10 +28,17 @@ class Backend(Protocol):
     mine: Vector
     wire: Wire
 
-    def size(self, vector: Vector) -> int: ...
+    def size(self, vector: Vector) -> int:
+        """The vector's number of entries, or as many as there may be."""
 
-    def merge(self, a: Vector, b: Vector | None, k: int) -> tuple[Vector, Vector]:
-        """The k largest entries of a + b, unrounded, and the others."""
+    def arrived(self, context: Any, vector: Vector) -> Vector:
+        """The vector, when all messages have arrived, of as many entries as `size` says.
+
+        Raises the error of a collective that has failed.
+        """
+
+    def merge(self, a: Vector, b: Vector | None, k: int) -> tuple[Vector, Vector | None]:
+        """The k largest entries of a + b, unrounded, and the others, if there may be any."""
 
     def rounded(self, vector: Vector) -> tuple[Vector, Vector | None]:
         """The vector with values of the wire dtype, and what that takes from them, if it may."""
@@ -45,13 +53,14 @@ class Backend(Protocol):
         """Why these messages cannot be sent, the same on all ranks; empty if they can."""
 
     def send(self, context: Any, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
-        """Send vectors of at most k entries from sources to targets. Returns the one received."""
+        """Send vectors of at most k entries from sources to targets. Returns the one received,
+        which may still be under way."""
 
     def share(self, context: Any, vector: Vector, root: int, k: int) -> Vector:
-        """Broadcast the root's vector, which has at most k entries."""
+        """Broadcast the root's vector, which has at most k entries. It may still be under way."""
 
     def gather(self, context: Any, counts: list[int]) -> list[Vector]:
-        """Gather all ranks' vectors, which have `counts` entries."""
+        """Gather all ranks' vectors, which have `counts` entries. They may be under way."""
 
     def dense(self, context: Any, numel: int) -> Vector:
         """Sum all ranks' vectors by a dense all-reduce; zeros are left out."""
@@ -76,13 +85,15 @@ class SparseCall:
 HostVector = tuple[NDArray[np.float32], NDArray[np.int32]]
 
 _ALIGN = 16  # bytes
-HEAD = 8
-"""Bytes of the number of entries, at the start of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The format of vectors whose values have one dtype."""
+    """The format of vectors whose values have one dtype.
+
+    A message of up to k entries holds k indices, then k values; the indices of what is no entry are
+    `PAD`.
+    """
 
     dtype: str
 
@@ -98,7 +109,7 @@ class Wire:
 
     def message(self, k: int) -> int:
         """Bytes of a message of up to k entries."""
-        return HEAD + self.entry * k
+        return self.entry * k
 
     def part(self, counts: Sequence[int]) -> int:
         """Bytes of each rank's part of an all-gather, if the ranks have `counts` entries."""
@@ -122,16 +133,18 @@ class Wire:
         room[indices.nbytes :].view(self._stored)[:] = self._narrow(values)
 
     def message_of(self, vector: HostVector, k: int) -> NDArray[np.uint8]:
-        """A message with a vector of at most k entries, behind their number."""
-        whole, size = np.zeros(self.message(k), np.uint8), vector[1].size
-        whole[:HEAD].view(np.int64)[0] = size
-        self.pack(vector, whole[HEAD : HEAD + self.entry * size])
+        """A message of up to k entries with a vector."""
+        values, indices = np.zeros(k, np.float32), np.full(k, PAD, np.int32)
+        values[: vector[0].size], indices[: vector[1].size] = vector
+        whole = np.empty(self.message(k), np.uint8)
+        self.pack((values, indices), whole)
         return whole
 
     def read(self, message: NDArray[np.uint8]) -> HostVector:
         """A copy of the vector in a message."""
-        size = int(message[:HEAD].view(np.int64)[0])
-        return self.unpack(message[HEAD : HEAD + self.entry * size])
+        values, indices = self.unpack(message)
+        size = int(np.searchsorted(indices, PAD))
+        return values[:size], indices[:size]
 
     def unpack(self, room: NDArray[np.uint8]) -> HostVector:
         """A copy of the vector that fills `room`."""

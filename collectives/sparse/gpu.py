@@ -1,7 +1,8 @@
 """Sparse vectors on GPUs, merged there and sent from GPU to GPU by planned collectives.
 
-A message holds its number of entries (8 bytes), then indices, then values. The host waits for the
-GPU whenever it needs a number of entries: after each message received and after each merge.
+On the way vectors have a fixed room, whose end may hold no entries (`kernels.merge.entries`). So
+the host waits for the GPU twice only: for the check of the caller's indices, and for the size of
+the result, when all messages have arrived.
 """
 
 from __future__ import annotations
@@ -9,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from linkweave.collectives.calls.gpu import GpuContext
 from linkweave.collectives.planning.collective import SENDRECV, Pairs, Root, targets
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.sparse.backend import HEAD, Message, Vector, Wire
+from linkweave.collectives.sparse.backend import Message, Vector, Wire
 from linkweave.collectives.sparse.modes import check_vector, flat_residual, wrong_indices
 from linkweave.collectives.tensors import dtype_name
-from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.kernels.gpu.arrays import Gpu, LibraryGpu
 from linkweave.kernels.merge import entries as gpu_entries
+from linkweave.kernels.merge.gpu import merge_padded
 
 
 class GpuBackend:
@@ -43,9 +42,14 @@ class GpuBackend:
     def size(self, vector: Vector) -> int:
         return int(vector[1].shape[0])
 
-    def merge(self, a: Vector, b: Vector | None, k: int) -> tuple[Vector, Vector]:
+    def arrived(self, context: GpuContext, vector: Vector) -> Vector:
+        found: Vector = gpu_entries.measured(self._gpu, vector)
+        context.gpu.check()
+        return found
+
+    def merge(self, a: Vector, b: Vector | None, k: int) -> tuple[Vector, Vector | None]:
         b = b or (self._gpu.empty(0, "float32"), self._gpu.empty(0, "int32"))
-        parts: tuple[Vector, Vector] = GpuKernels(self._gpu).merge_topk(a, b, k)
+        parts: tuple[Vector, Vector | None] = merge_padded(self._gpu, a, b, k)
         return parts
 
     def rounded(self, vector: Vector) -> tuple[Vector, Vector | None]:
@@ -57,15 +61,12 @@ class GpuBackend:
         return (values, indices), (lost, indices)
 
     def keep(self, vector: Vector, among: Vector | None = None) -> None:
-        if among is not None:
-            (values, indices), _ = self._gpu.parted(vector, vector[1], among[1])
-            vector = values, indices
-        gpu_entries.keep(self._gpu, vector, self._residual)
+        common = None if among is None else among[1]
+        gpu_entries.keep(self._gpu, vector, self._residual, common=common)
 
     def put_back(self, found: Vector) -> None:
         if self._residual is not None:
-            _, lost = self._gpu.parted(self.mine, self.mine[1], found[1])
-            self.keep((lost[0], lost[1]))
+            gpu_entries.keep(self._gpu, self.mine, self._residual, foreign=found[1])
 
     def result(self, vector: Vector, divisor: int) -> Vector:
         if divisor != 1:
@@ -83,24 +84,24 @@ class GpuBackend:
     def send(self, context: GpuContext, vector: Vector, pairs: Pairs, k: int) -> Vector | None:
         room = self._message(k)
         if context.rank in dict(pairs):
-            gpu_entries.pack(self._gpu, vector, self.wire.dtype, room.address)
+            gpu_entries.pack(self._gpu, vector, self.wire.dtype, room.address, k)
         self._make(context, SENDRECV, room, pairs)
-        return self._taken(context, room) if context.rank in targets(pairs) else None
+        return self._taken(room, k) if context.rank in targets(pairs) else None
 
     def share(self, context: GpuContext, vector: Vector, root: int, k: int) -> Vector:
         room = self._message(k)
         if context.rank == root:
-            gpu_entries.pack(self._gpu, vector, self.wire.dtype, room.address)
+            gpu_entries.pack(self._gpu, vector, self.wire.dtype, room.address, k)
         self._make(context, "broadcast", room, root)
-        return vector if context.rank == root else self._taken(context, room)
+        return vector if context.rank == root else self._taken(room, k)
 
     def gather(self, context: GpuContext, counts: list[int]) -> list[Vector]:
         each = self.wire.part(counts)
         whole = self._bytes(each * context.size)
         parts = [whole.address + each * rank for rank in range(context.size)]
-        gpu_entries.pack(self._gpu, self.mine, self.wire.dtype, parts[context.rank])
+        mine = parts[context.rank]
+        gpu_entries.pack(self._gpu, self.mine, self.wire.dtype, mine, counts[context.rank])
         self._make(context, "allgather", whole, 0)
-        self._arrived(context, whole)
         return [
             gpu_entries.unpack(self._gpu, n, self.wire.dtype, part)
             for n, part in zip(counts, parts, strict=True)
@@ -111,8 +112,8 @@ class GpuBackend:
         gpu_entries.keep(self._gpu, self.mine, whole)
         buffer = Buffer(self._gpu.address(whole), 4 * numel, "float32", 4, whole)
         self._make(context, "allreduce", buffer, 0)
-        self._arrived(context, buffer)
-        found: Vector = self._gpu.nonzero(whole)
+        found: Vector = self._gpu.nonzero(whole)  # waits for its size
+        context.gpu.check()
         return found
 
     def _message(self, k: int) -> Buffer:
@@ -132,18 +133,7 @@ class GpuBackend:
         context.kept.append(buffer.owner)
         context.make(context.request(kind, buffer, "sum", root))
 
-    def _arrived(self, context: GpuContext, buffer: Buffer) -> np.ndarray:
-        """Wait for the collective on a buffer and return its first elements.
-
-        Raises the collective's error, after which the contents are undefined.
-        """
-        array: Any = buffer.owner
-        head: np.ndarray = self._gpu.read(array[:HEAD])
-        context.gpu.check()
-        return head
-
-    def _taken(self, context: GpuContext, room: Buffer) -> Vector:
-        """The vector of a message received."""
-        number = int(self._arrived(context, room).view(np.int64)[0])
-        found: Vector = gpu_entries.unpack(self._gpu, number, self.wire.dtype, room.address)
+    def _taken(self, room: Buffer, k: int) -> Vector:
+        """The vector of the message in `room`."""
+        found: Vector = gpu_entries.unpack(self._gpu, k, self.wire.dtype, room.address)
         return found

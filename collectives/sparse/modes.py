@@ -19,6 +19,7 @@ from linkweave.collectives.planning.collective import SENDRECV
 from linkweave.collectives.planning.sparse_tree import rounds
 from linkweave.collectives.sparse.backend import Backend, Message, SparseCall, Vector
 from linkweave.collectives.tensors import dtype_name, gpu_of, is_contiguous, is_torch
+from linkweave.kernels.merge.cpu import PAD
 from linkweave.kernels.validate import FLOATS
 from linkweave.topology.checks import integer
 
@@ -37,9 +38,10 @@ def gtopk(
     """At most k entries of the sum, what this rank's merges have cut, and how many entries it has
     received.
 
-    Ranks add their vectors up the planner's tree, keep the k largest entries at each merge, and
-    broadcast the result from the root. So an entry that is large only in the sum over all ranks may
-    be cut on the way: the result need not be the k largest entries of the sum.
+    The result and what was received may still be under way. Ranks add their vectors up the
+    planner's tree, keep the k largest entries at each merge, and broadcast the result from the
+    root. So an entry that is large only in the sum over all ranks may be cut on the way: the result
+    need not be the k largest entries of the sum.
     Source: Shi et al., algorithm 3 and definition 1, extended to any number of ranks.
     """
     mine, received = backend.mine, 0
@@ -66,6 +68,7 @@ def _gtopk_total(context: CallContext, call: SparseCall, tree: Tree) -> Vector:
     with `conserve`, it goes to the residual of the rank that has cut it."""
     backend = call.backend
     found, cut, _ = gtopk(context, backend, tree, call.k)
+    found = backend.arrived(context, found)  # only then does the residual change
     backend.put_back(found)
     for part in cut if call.conserve else ():
         backend.keep(part, among=found)
@@ -84,7 +87,7 @@ def _topk_total(context: CallContext, call: SparseCall, tree: Tree) -> Vector:
     total, *others = backend.gather(context, call.counts)
     for other in others:
         total, _ = backend.merge(total, other, backend.size(total) + backend.size(other))
-    return _rounded(context, call, total)
+    return _rounded(context, call, backend.arrived(context, total))
 
 
 def _topk_messages(size: int, call: SparseCall, tree: Tree) -> list[Message]:
@@ -119,7 +122,7 @@ _OPS = ("sum", "avg")
 
 def check_vector(values: Any, indices: Any, numel: Any) -> int:
     """`numel` as an int. Raises CollectiveError for errors visible without reading entries."""
-    number = integer(numel, "numel", 0, 1 << 31)
+    number = integer(numel, "numel", 0, PAD)
     if gpu_of(values) != gpu_of(indices) or is_torch(values) != is_torch(indices):
         raise CollectiveError("values and indices must be of one library and on one device")
     name, shapes = dtype_name(values), (tuple(values.shape), tuple(indices.shape))

@@ -57,6 +57,18 @@ __device__ __forceinline__ u64 sum_of(u64* scratch, const u32* counts, u32 numbe
     return total;
 }
 
+// How many of the ascending `sorted` are below x, or with `upto` not above it.
+template <class T>
+__device__ __forceinline__ u64 below(const T* sorted, u64 number, T x, bool upto = false) {
+    u64 first = 0, last = number;
+    while (first < last) {
+        const u64 middle = (first + last) / 2;
+        if (sorted[middle] < x || (upto && sorted[middle] == x)) first = middle + 1;
+        else last = middle;
+    }
+    return first;
+}
+
 template <class T> __device__ __forceinline__ bool first_of(const T* sorted, u64 i) {
     return i == 0 || sorted[i - 1] != sorted[i];
 }

@@ -7,10 +7,10 @@ import torch
 from numba import njit
 
 from linkweave.kernels.merge import cpu as merging
+from linkweave.kernels.merge.cpu import PAD
 from linkweave.kernels.topk.cpu import U
 from linkweave.kernels.topk.sparsify import sparsify
 
-PAD = (1 << 31) - 1
 NOTHING = np.float32(-0.0)
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from linkweave.kernels.api import sparsify
-from linkweave.kernels.gtopk.cpu import PAD
+from linkweave.kernels.merge.cpu import PAD
 from linkweave.kernels.topk.cpu import Keys
 
 BLOCK, WARPS = 1024, 8

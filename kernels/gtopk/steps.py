@@ -17,13 +17,12 @@ from typing import Any
 import torch
 
 from linkweave.kernels.gtopk import cpu
+from linkweave.kernels.merge.cpu import PAD
 from linkweave.kernels.nvtx_ranges import ranged
 from linkweave.kernels.tensors import check_overlaps, check_tensor, device_of
 from linkweave.kernels.validate import at_least_0, count
 
 GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
-PAD = cpu.PAD
-"""The index of what is no entry: 2^31 - 1."""
 
 
 @ranged

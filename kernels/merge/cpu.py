@@ -13,6 +13,9 @@ from linkweave.kernels.topk.cpu import Keys, U, kth
 
 HostVector = tuple[np.ndarray, np.ndarray]
 
+PAD = (1 << 31) - 1
+"""The index of what is no entry, behind a vector's entries where these have a fixed room."""
+
 _KEYS = Keys("float32")
 
 

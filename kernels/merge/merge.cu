@@ -4,8 +4,9 @@
 // in the other vector; a's entry precedes b's of the same index. `heads` counts the entries that
 // are the first of their index; `unite` writes these, adding b's value to a's as on the CPU. `part`
 // writes each entry to the kept or the dropped ones. All launches go to one stream.
-// Bounds: positions are below num_a + num_b if each vector's indices are distinct. If they do not
-// ascend, `merge` reports that and skips positions out of range.
+// A vector may end in any number of entries of one index, as a pad: the sum then has one of them.
+// Bounds: positions are below num_a + num_b if each vector's indices ascend. If they do not, `merge`
+// reports that and skips positions out of range.
 #include "gpu/block.h"
 
 #ifndef INDEX
@@ -28,17 +29,6 @@ struct Merge {
     u64 chunk;  // entries per block
 };
 
-// The number of the ascending `indices` that are below `index`, or with `upto` not above it.
-__device__ __forceinline__ u64 rank_in(const INDEX* indices, u64 number, INDEX index, bool upto) {
-    u64 first = 0, last = number;
-    while (first < last) {
-        const u64 middle = (first + last) / 2;
-        if (indices[middle] < index || (upto && indices[middle] == index)) first = middle + 1;
-        else last = middle;
-    }
-    return first;
-}
-
 __device__ __forceinline__ void merge_entries(const Merge& a) {
     const u64 number = a.num_a + a.num_b;
     EACH(i, number) {
@@ -47,8 +37,8 @@ __device__ __forceinline__ void merge_entries(const Merge& a) {
         const INDEX* own = second ? a.b_indices : a.a_indices;
         const INDEX index = own[at];
         if (at && own[at - 1] >= index) count_up(a.summary + (second ? 2 : 1), u64(1));
-        const u64 to = at + (second ? rank_in(a.a_indices, a.num_a, index, true)
-                                    : rank_in(a.b_indices, a.num_b, index, false));
+        const u64 to = at + (second ? below(a.a_indices, a.num_a, index, true)
+                                    : below(a.b_indices, a.num_b, index));
         if (to >= number) continue;
         a.values[to] = (second ? a.b_values : a.a_values)[at];
         a.indices[to] = index;
@@ -94,12 +84,7 @@ struct Part {
 
 __device__ __forceinline__ void part_entries(const Part& a) {
     EACH(i, a.number) {
-        u64 first = 0, last = a.kept;
-        while (first < last) {
-            const u64 middle = (first + last) / 2;
-            if (u64(a.found[middle]) < i) first = middle + 1;
-            else last = middle;
-        }
+        const u64 first = below(a.found, a.kept, int(i));
         const bool keeps = first < a.kept && u64(a.found[first]) == i;
         const u64 to = keeps ? first : i - first;
         (keeps ? a.kept_values : a.left_values)[to] = a.values[i];

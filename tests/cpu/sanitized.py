@@ -37,10 +37,16 @@ def main(sanitizer: str) -> None:
         vector = gpu_entries.admit(calls, pair[0].astype(dtype), pair[1], dtype, 180)
         assert vector is not None
         gpu_entries.settle(calls, vector, dtype, np.zeros(180, np.float32))
-        message = np.zeros(8 + 8 * 90, np.uint8)
-        gpu_entries.pack(calls, vector, dtype, calls.address(message))
-        again = gpu_entries.unpack(calls, 90, dtype, calls.address(message))
-        gpu_entries.keep(calls, again, np.zeros(180, np.float32))
+        message = np.zeros(np.dtype(dtype).itemsize * 100 + 4 * 100, np.uint8)
+        gpu_entries.pack(calls, vector, dtype, calls.address(message), 100)
+        again = gpu_entries.unpack(calls, 100, dtype, calls.address(message))
+        kept, left = gpu_merge.merge_padded(calls, again, again, 70)
+        assert left is not None
+        residual = np.zeros(180, np.float32)
+        gpu_entries.keep(calls, again, residual)
+        gpu_entries.keep(calls, again, residual, common=kept[1])
+        gpu_entries.keep(calls, again, residual, foreign=kept[1])
+        assert gpu_entries.measured(calls, kept)[1].size == 70
         gpu_entries.narrowed(calls, again, dtype)
     indices = rng.integers(0, 700, 1000).astype(np.int32)
     rows = gpu_rows.sort(calls, indices, "int32", 1000, 700)

@@ -32,6 +32,7 @@ from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.kernels.gpu.source import PLAIN, source
 from linkweave.kernels.merge import entries as gpu_entries
 from linkweave.kernels.merge import gpu as gpu_merge
+from linkweave.kernels.merge.cpu import PAD
 from linkweave.kernels.rows import gpu as gpu_rows
 from linkweave.kernels.topk import cpu as topk
 from linkweave.kernels.topk import gpu as gpu_select
@@ -291,13 +292,52 @@ def test_entries_are_settled_as_on_the_cpu(dtype: str) -> None:
     assert lost.tobytes() == errors.tobytes()
 
     message = np.full(wire.message(800), 7, np.uint8)  # room for more
-    gpu_entries.pack(calls, (wanted, indices), dtype, calls.address(message))
-    assert message[:8].view(np.int64)[0] == 700
-    assert (message[wire.message(700) :] == 7).all()
-    again = wire.unpack(message[8 : wire.message(700)])
-    found = gpu_entries.unpack(calls, 700, dtype, calls.address(message))
-    for a, b, c in zip(found, again, (wanted, indices), strict=True):
+    gpu_entries.pack(calls, (wanted, indices), dtype, calls.address(message), 800)
+    assert message.tobytes() == wire.message_of((wanted, indices), 800).tobytes()
+    padded = gpu_entries.unpack(calls, 800, dtype, calls.address(message))
+    assert padded[1][700:].tolist() == [PAD] * 100
+    found = gpu_entries.measured(calls, padded)
+    for a, b, c in zip(found, wire.read(message), (wanted, indices), strict=True):
         assert np.array_equal(a, b, equal_nan=True) and np.array_equal(a, c, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_vectors_with_room_are_merged_as_those_without(seed: int) -> None:
+    rng, calls = np.random.default_rng(seed), HostKernels()
+    pair = []
+    for n in rng.integers(0, 60, 2):
+        indices = np.sort(rng.choice(80, n, False)).astype(np.int32)
+        values = rng.integers(-3, 4, n).astype(np.float32)  # with zeros, which are entries
+        if n and seed % 3 == 0:
+            values[0] = np.nan
+        pair.append((values, indices))
+    rooms = [
+        (np.append(v, np.zeros(pad, np.float32)), np.append(i, np.full(pad, PAD, np.int32)))
+        for (v, i), pad in zip(pair, rng.integers(0, 30, 2), strict=True)
+    ]
+    room = sum(len(v) for v, _ in rooms)
+    for k in (0, 1, 7, 40, room, room + 5):
+        kept, left = gpu_merge.merge_padded(calls, *rooms, k)
+        assert len(kept[1]) == min(k, room) and (left is None) == (k >= room)
+        cut = left or (kept[0][:0], kept[1][:0])
+        for mine, wanted in zip((kept, cut), kernels.merge_topk(*pair, k), strict=True):
+            entries = gpu_entries.measured(calls, mine)
+            assert all(np.array_equal(a, b, equal_nan=True)
+                       for a, b in zip(entries, wanted, strict=True))  # fmt: skip
+            assert (mine[1][len(entries[1]) :] == PAD).all()
+
+
+def test_what_is_kept_is_common_or_foreign_and_within_the_residual() -> None:
+    values, indices = np.arange(1, 7, dtype=np.float32), np.array([-4, 0, 2, 5, 9, PAD], np.int32)
+    other = np.array([2, 3, 9, PAD, PAD], np.int32)
+    for how, wanted in (
+        ({}, [2, 0, 3, 0, 0, 4, 0, 0]), ({"common": other}, [0, 0, 3, 0, 0, 0, 0, 0]),
+        ({"foreign": other}, [2, 0, 0, 0, 0, 4, 0, 0]), ({"common": other[:0]}, [0] * 8),
+        ({"foreign": other[:0]}, [2, 0, 3, 0, 0, 4, 0, 0]),
+    ):  # fmt: skip
+        residual = np.zeros(8, np.float32)
+        gpu_entries.keep(HostKernels(), (values, indices), residual, **how)
+        assert residual.tolist() == wanted
 
 
 def test_indices_that_are_wrong_are_seen() -> None:

@@ -16,6 +16,7 @@ from host_gpu import CURRENT, HostTensor, needs_compiler
 from linkweave import collectives
 from linkweave.collectives import get_default
 from linkweave.collectives.planning.sparse_tree import sparse_costs
+from linkweave.collectives.sparse import gpu
 from linkweave.topology import load
 from tests.cpu.helpers import dense, hurry, vector
 
@@ -74,6 +75,33 @@ def test_the_same_as_on_the_cpu(mode: str, size: int, machine: Machine) -> None:
         for case, row in zip(CASES, rows, strict=True):
             for want, got in zip(row[:3], row[3:], strict=True):
                 assert want.dtype == got.dtype and want.tobytes() == got.tobytes(), case
+
+
+class Counted(StreamKernels):
+    reads: dict[int, int] = {}  # noqa: RUF012
+
+    def read(self, array: Any) -> np.ndarray:
+        self.reads[threading.get_ident()] = self.reads.get(threading.get_ident(), 0) + 1
+        return super().read(array)
+
+
+def waits(rank: int, mode: str) -> int:
+    values, indices = vector(rank, 0, 20)
+    residual = put(np.zeros(NUMEL, np.float32))
+    me = threading.get_ident()
+    before = Counted.reads.get(me, 0)
+    collectives.sparse_allreduce(put(values), put(indices), NUMEL, 9, residual=residual, mode=mode)
+    return Counted.reads.get(me, 0) - before
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_host_waits_twice_for_any_number_of_ranks(
+    size: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "LibraryGpu", Counted)
+    for mode in ("gtopk", "topk"):
+        how = MODES["threads on one GPU"]
+        assert collectives.spawn(waits, size, f"mesh-{size}", (mode,), **how) == [2] * size
 
 
 def with_detours(rank: int) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, get_default
 from linkweave.collectives.planning.sparse_tree import merge_tree
-from linkweave.collectives.sparse.backend import HEAD, Wire
+from linkweave.collectives.sparse.backend import Wire
 from linkweave.collectives.sparse.host import HostBackend
 from linkweave.collectives.sparse.modes import gtopk
 from linkweave.kernels import topk_abs
@@ -77,7 +77,7 @@ def test_bytes_on_the_wire_are_the_models(size: int, dtype: str) -> None:
     assert sum(row[0] for row in found) == (size - 1) * k
     assert found[0][0] == k * math.ceil(math.log2(size))  # at the root of a binomial tree
     assert sum(row[1] for row in found) == (size - 1) * k * entry
-    assert all(row[2] == HEAD + k * entry and row[3] == k for row in found)
+    assert all(row[2] == k * entry and row[3] == k for row in found)
 
 
 def test_entries_take_8_bytes_and_6_of_short_values() -> None:
@@ -205,7 +205,7 @@ def said(rank: int, changes: dict[str, Any]) -> str:
         ({"mode": "best"}, "unknown mode 'best'; choose from auto, gtopk, topk, dense"),
         ({"residual": None}, "conserve=True needs a residual"),
         ({"residual": np.zeros(9, np.float32)}, "float32 array of 60 elements"),
-        ({"numel": -1}, "numel must be an integer from 0 to 2147483648, not -1"),
+        ({"numel": -1}, "numel must be an integer from 0 to 2147483647, not -1"),
         (
             {"values": np.ones(5)},
             "values must be float32, float16, bfloat16 in one dimension, one for each",
