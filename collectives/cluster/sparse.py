@@ -51,7 +51,8 @@ class SparseCluster(HostBackend):
         counts = [int(n) for n in self._rows(np.array([self.size(self.mine)]))[:, 0]]
         mode = self._cheapest(max(counts)) if self._mode == "auto" else self._mode
         call = SparseCall(self, self._numel, self._k, self._op, mode, self._conserve, counts)
-        found = MODES[mode].total(self._comm, call, tree_over(self._machines))  # type: ignore[arg-type]
+        tree = tree_over(self._machines)
+        found = MODES[mode].carry_out(self._comm, call, tree)  # type: ignore[arg-type]
         return self.result(found, self._comm.size if self._op == "avg" else 1)
 
     # ---- messages ----------------------------------------------------------------------------

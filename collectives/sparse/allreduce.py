@@ -81,5 +81,5 @@ def sparse_allreduce(context: CallContext, call: SparseCall) -> Vector:
     else:  # no residual has changed yet
         raise CollectiveError(why)
     with context.trace.call(f"sparse_allreduce/{name}/{call.k}"):
-        found = mode.total(context, call, tree)
+        found = mode.carry_out(context, call, tree)
         return backend.result(found, context.size if call.op == "avg" else 1)

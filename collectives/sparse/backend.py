@@ -32,13 +32,13 @@ class Backend(Protocol):
         """The vector's number of entries, or as many as there may be."""
 
     def arrived(self, context: Any, vector: Vector) -> Vector:
-        """The vector, when all messages have arrived, of as many entries as `size` says.
+        """The vector, without room behind its entries, when all messages have arrived.
 
         Raises the error of a collective that has failed.
         """
 
-    def merge(self, a: Vector, b: Vector | None, k: int) -> tuple[Vector, Vector | None]:
-        """The k largest entries of a + b, unrounded, and the others, if there may be any."""
+    def merge(self, a: Vector, b: Vector | None, k: int) -> tuple[Vector, Vector]:
+        """The k largest entries of a + b, unrounded, and the others."""
 
     def rounded(self, vector: Vector) -> tuple[Vector, Vector | None]:
         """The vector with values of the wire dtype, and what that takes from them, if it may."""

@@ -25,7 +25,7 @@ class GpuBackend:
     """`Backend` of CuPy arrays and torch CUDA tensors, on the library's current stream."""
 
     def __init__(self, values: Any, indices: Any, numel: Any, residual: Any) -> None:
-        limit = check_vector(values, indices, numel)
+        self._limit = limit = check_vector(values, indices, numel)
         self.wire = Wire(dtype_name(values))
         self._gpu: Gpu = LibraryGpu(values)
         gpu = self._gpu
@@ -38,18 +38,21 @@ class GpuBackend:
             raise wrong_indices(limit)
         self.mine: Vector = mine
         self._room: Buffer | None = None
+        self._whole: Vector | None = None  # of `dense`, which has arrived
 
     def size(self, vector: Vector) -> int:
         return int(vector[1].shape[0])
 
     def arrived(self, context: GpuContext, vector: Vector) -> Vector:
+        if vector is self._whole:
+            return vector
         found: Vector = gpu_entries.measured(self._gpu, vector)
         context.gpu.check()
         return found
 
-    def merge(self, a: Vector, b: Vector | None, k: int) -> tuple[Vector, Vector | None]:
+    def merge(self, a: Vector, b: Vector | None, k: int) -> tuple[Vector, Vector]:
         b = b or (self._gpu.empty(0, "float32"), self._gpu.empty(0, "int32"))
-        parts: tuple[Vector, Vector | None] = merge_padded(self._gpu, a, b, k)
+        parts: tuple[Vector, Vector] = merge_padded(self._gpu, a, b, k, self._limit)
         return parts
 
     def rounded(self, vector: Vector) -> tuple[Vector, Vector | None]:
@@ -76,6 +79,8 @@ class GpuBackend:
 
     def refusal(self, context: GpuContext, messages: Sequence[Message]) -> str:
         for kind, nbytes, dtype, root in messages:
+            if not nbytes:
+                continue
             buffer = Buffer(0, nbytes, dtype, 4 if dtype == "float32" else 1)
             if why := context.gpu.refusal(context.request(kind, buffer, "sum", root)):
                 return why
@@ -114,6 +119,7 @@ class GpuBackend:
         self._make(context, "allreduce", buffer, 0)
         found: Vector = self._gpu.nonzero(whole)  # waits for its size
         context.gpu.check()
+        self._whole = found
         return found
 
     def _message(self, k: int) -> Buffer:

@@ -26,17 +26,28 @@ from linkweave.topology.checks import integer
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One mode. `total` sums the vectors; `messages` lists the collectives that this takes."""
+    """One mode.
 
-    total: Callable[[CallContext, SparseCall, Tree], Vector]
+    total: returns the sum of the ranks' vectors, which may still be under way, and what this rank
+        has cut. It must not change the residual, as a collective may have failed.
+    keep: called when all has arrived: adds to the residual, and returns the result.
+    messages: the collectives that this takes.
+    """
+
+    total: Callable[[CallContext, SparseCall, Tree], tuple[Vector, list[Vector]]]
+    keep: Callable[[CallContext, SparseCall, Vector, list[Vector]], Vector]
     messages: Callable[[int, SparseCall, Tree], list[Message]]
+
+    def carry_out(self, context: CallContext, call: SparseCall, tree: Tree) -> Vector:
+        found, cut = self.total(context, call, tree)
+        return self.keep(context, call, call.backend.arrived(context, found), cut)
 
 
 def gtopk(
     context: CallContext, backend: Backend, tree: Tree, k: int
 ) -> tuple[Vector, list[Vector], int]:
-    """At most k entries of the sum, what this rank's merges have cut, and how many entries it has
-    received.
+    """At most k entries of the sum, what this rank's merges have cut, and how many entries at most
+    it has received.
 
     The result and what was received may still be under way. Ranks add their vectors up the
     planner's tree, keep the k largest entries at each merge, and broadcast the result from the
@@ -50,7 +61,7 @@ def gtopk(
     def merged(other: Vector | None) -> Vector:
         kept, dropped = backend.merge(mine, other, k)
         kept, error = backend.rounded(kept)
-        cut.extend(part for part in (dropped, error) if part is not None)
+        cut.extend([dropped] if error is None else [dropped, error])
         return kept
 
     if backend.size(mine) > k:
@@ -62,16 +73,18 @@ def gtopk(
     return backend.share(context, mine, tree.root, k), cut, received
 
 
-def _gtopk_total(context: CallContext, call: SparseCall, tree: Tree) -> Vector:
+def _gtopk_total(context: CallContext, call: SparseCall, tree: Tree) -> tuple[Vector, list[Vector]]:
+    found, cut, _ = gtopk(context, call.backend, tree, call.k)
+    return found, cut
+
+
+def _gtopk_keep(context: CallContext, call: SparseCall, found: Vector, cut: list[Vector]) -> Vector:
     """The result. Entries of this rank whose indices are not in it go back to its residual
     (algorithm 4, line 10). The paper loses what is cut of an index that arrives from elsewhere;
     with `conserve`, it goes to the residual of the rank that has cut it."""
-    backend = call.backend
-    found, cut, _ = gtopk(context, backend, tree, call.k)
-    found = backend.arrived(context, found)  # only then does the residual change
-    backend.put_back(found)
+    call.backend.put_back(found)
     for part in cut if call.conserve else ():
-        backend.keep(part, among=found)
+        call.backend.keep(part, among=found)
     return found
 
 
@@ -81,28 +94,28 @@ def _gtopk_messages(size: int, call: SparseCall, tree: Tree) -> list[Message]:
     return [*sends, ("broadcast", nbytes, "uint8", tree.root)]
 
 
-def _topk_total(context: CallContext, call: SparseCall, tree: Tree) -> Vector:
+def _topk_total(context: CallContext, call: SparseCall, tree: Tree) -> tuple[Vector, list[Vector]]:
     """The sum of all ranks' vectors, in the order of the ranks."""
     backend = call.backend
     total, *others = backend.gather(context, call.counts)
     for other in others:
         total, _ = backend.merge(total, other, backend.size(total) + backend.size(other))
-    return _rounded(context, call, backend.arrived(context, total))
+    return total, []
 
 
 def _topk_messages(size: int, call: SparseCall, tree: Tree) -> list[Message]:
     return [("allgather", call.backend.wire.part(call.counts) * size, "uint8", 0)]
 
 
-def _dense_total(context: CallContext, call: SparseCall, tree: Tree) -> Vector:
-    return _rounded(context, call, call.backend.dense(context, call.numel))
+def _dense_total(context: CallContext, call: SparseCall, tree: Tree) -> tuple[Vector, list[Vector]]:
+    return call.backend.dense(context, call.numel), []
 
 
 def _dense_messages(size: int, call: SparseCall, tree: Tree) -> list[Message]:
     return [("allreduce", 4 * call.numel, "float32", 0)]
 
 
-def _rounded(context: CallContext, call: SparseCall, total: Vector) -> Vector:
+def _rounded(context: CallContext, call: SparseCall, total: Vector, cut: list[Vector]) -> Vector:
     """Round the total. All ranks round alike, so only rank 0 keeps the rounding errors."""
     total, error = call.backend.rounded(total)
     if error is not None and call.conserve and context.rank == 0:
@@ -111,9 +124,9 @@ def _rounded(context: CallContext, call: SparseCall, total: Vector) -> Vector:
 
 
 MODES = {
-    "gtopk": Mode(_gtopk_total, _gtopk_messages),
-    "topk": Mode(_topk_total, _topk_messages),
-    "dense": Mode(_dense_total, _dense_messages),
+    "gtopk": Mode(_gtopk_total, _gtopk_keep, _gtopk_messages),
+    "topk": Mode(_topk_total, _rounded, _topk_messages),
+    "dense": Mode(_dense_total, _rounded, _dense_messages),
 }
 
 

@@ -74,7 +74,7 @@ template <class T> __device__ __forceinline__ bool first_of(const T* sorted, u64
 }
 
 // Count the positions in this block's chunk whose value differs from the previous one; the number
-// goes to `counts` and is added to `summary`.
+// goes to `counts` and is added to `summary`, if there is one.
 template <class T>
 __device__ __forceinline__ void count_firsts(u32* scratch, const T* sorted, u64 number, u64 chunk,
                                              u32* counts, u64* summary) {
@@ -86,6 +86,6 @@ __device__ __forceinline__ void count_firsts(u32* scratch, const T* sorted, u64 
     scan(scratch, firsts, total);
     if (threadIdx.x == 0) {
         counts[blockIdx.x] = total;
-        count_up(summary, u64(total));
+        if (summary) count_up(summary, u64(total));
     }
 }

@@ -36,7 +36,9 @@ def settle(gpu: Gpu, vector: Pair, dtype: str, lost: Any) -> None:
 
 def keep(gpu: Gpu, vector: Pair, residual: Any, *, common: Any = None, foreign: Any = None) -> None:
     """residual[indices[i]] += values[i], for all entries; or those whose indices are in the
-    ascending `common`; or those whose indices are not in the ascending `foreign`."""
+    ascending `common`; or those whose indices are not in the ascending `foreign`.
+
+    Indices that the residual does not have, such as `PAD`, are passed over."""
     other = common if common is not None else foreign
     which = ALL if other is None else FOREIGN if common is None else COMMON
     far = (0, 0 if other is None else other)
@@ -68,9 +70,7 @@ def measured(gpu: Gpu, vector: Pair) -> Pair:
 
 
 def narrowed(gpu: Gpu, vector: Pair, dtype: str) -> Pair:
-    """The vector with values of a dtype."""
-    if dtype == "float32":
-        return vector
+    """A copy of the vector with values of a dtype."""
     n = int(vector[1].shape[0])
     made = gpu.empty(n, dtype), gpu.empty(n, "int32")
     _launch(gpu, "pack", dtype, vector, n, far=made)

@@ -25,46 +25,51 @@ def merge(gpu: Gpu, a: Pair, b: Pair, sizes: tuple[int, int], dtype: str) -> Pai
     once, for the size of the sum.
     """
     total = gpu.empty(sum(sizes), "float32"), gpu.empty(sum(sizes), dtype)
-    unique, first, second = gpu.read(_unite(gpu, a, b, total, sizes, dtype)).tolist()
+    if not sum(sizes):
+        return total
+    summary = gpu.full(3, "int64", 0)
+    _unite(gpu, a, b, total, sizes, dtype, gpu.address(summary))
+    unique, first, second = gpu.read(summary).tolist()
     if first or second:
         return 1 if first else 2
     return total[0][:unique], total[1][:unique]
 
 
-def merge_padded(gpu: Gpu, a: Pair, b: Pair, k: int) -> tuple[Pair, Pair | None]:
-    """The k largest entries of the sum of two vectors of int32 indices, and the others, if any.
+def merge_padded(gpu: Gpu, a: Pair, b: Pair, k: int, limit: int) -> tuple[Pair, Pair]:
+    """The k largest entries of the sum of two vectors of int32 indices below `limit`, and the rest.
 
-    Vectors may end in `PAD`, as in `entries`, and so do the results, of rooms k and the rest. The
-    host waits for nothing, so indices that do not ascend are not told, and give entries at random.
+    Vectors may end in `PAD`, as in `entries`, and so do the results, whose rooms are k and what is
+    left of both rooms or `limit`. The host waits for nothing, so indices that do not ascend are not
+    told, and give entries at random.
     """
     sizes = int(a[1].shape[0]), int(b[1].shape[0])
-    room = sum(sizes)
-    total = gpu.full(room, "float32", 0), gpu.full(room, "int32", PAD)
-    _unite(gpu, a, b, total, sizes, "int32")
+    total = gpu.full(sum(sizes), "float32", 0), gpu.full(sum(sizes), "int32", PAD)
+    if sum(sizes):
+        _unite(gpu, a, b, total, sizes, "int32", 0)
+    room = min(sum(sizes), limit)  # no sum has more entries
+    total = total[0][:room], total[1][:room]
     if k >= room:
-        return total, None
+        return total, (total[0][:0], total[1][:0])
     _, found = select(gpu, total[0], "float32", room, k)  # of equal ones the first, so pads last
     return part(gpu, total, room, found, k, "int32")
 
 
-def _unite(gpu: Gpu, a: Pair, b: Pair, total: Pair, sizes: tuple[int, int], dtype: str) -> Any:
-    """Enqueue the sum of two vectors; returns (its number of entries, nonzero if a's indices do not
-    ascend, nonzero if b's do not) on the GPU."""
+def _unite(
+    gpu: Gpu, a: Pair, b: Pair, total: Pair, sizes: tuple[int, int], dtype: str, summary: int
+) -> None:
+    """Enqueue the sum of two vectors. At the address `summary`, unless it is 0, the GPU adds up its
+    number of entries, how many of a's indices do not ascend, and how many of b's."""
     number = sum(sizes)
-    summary = gpu.full(3, "int64", 0)
-    if not number:
-        return summary
     merged = gpu.empty(number, "float32"), gpu.empty(number, dtype)
     blocks, chunk = grid(gpu.blocks, number, gpu.threads, gpu.threads)
     counts = gpu.empty(blocks, "int32")
     where = [gpu.address(x) for pair in (a, b, merged, total) for x in pair]
     argument = struct(
         MERGE, **dict(zip(MERGE.names or (), where, strict=False)), counts=gpu.address(counts),
-        summary=gpu.address(summary), num_a=sizes[0], num_b=sizes[1], chunk=chunk,
+        summary=summary, num_a=sizes[0], num_b=sizes[1], chunk=chunk,
     )  # fmt: skip
     words = element(dtype, "INDEX")
     gpu.launch("merge/merge.cu", ("merge", "heads", "unite"), words, argument, blocks)
-    return summary
 
 
 def part(

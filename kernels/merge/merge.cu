@@ -23,7 +23,7 @@ struct Merge {
     float* sums;  // [num_a + num_b]; one for each distinct index is written
     INDEX* unique;
     u32* counts;  // [blocks]
-    u64* summary;  // [3]: distinct indices; nonzero if a's do not ascend; nonzero if b's do not
+    u64* summary;  // [3]: distinct indices; nonzero if a's do not ascend; nonzero if b's do not; or 0
     u64 num_a;
     u64 num_b;
     u64 chunk;  // entries per block
@@ -36,7 +36,8 @@ __device__ __forceinline__ void merge_entries(const Merge& a) {
         const u64 at = second ? i - a.num_a : i;
         const INDEX* own = second ? a.b_indices : a.a_indices;
         const INDEX index = own[at];
-        if (at && own[at - 1] >= index) count_up(a.summary + (second ? 2 : 1), u64(1));
+        if (a.summary && at && own[at - 1] >= index)
+            count_up(a.summary + (second ? 2 : 1), u64(1));
         const u64 to = at + (second ? below(a.a_indices, a.num_a, index, true)
                                     : below(a.b_indices, a.num_b, index));
         if (to >= number) continue;

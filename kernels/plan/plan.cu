@@ -62,8 +62,9 @@ template <class T, class Op> __device__ __forceinline__ void run(const Launch& l
         block.cursors = near_ends ? block.cursor_copy : cursors;
         block.link_free = block.finals = block.reported = block.timed_out = 0;
     }
-    // after a failure, a push might overwrite a tensor that is in use again
-    if (__syncthreads_or(threadIdx.x == 0 && l.direct && ld_acquire_sys(l.stop))) return;
+    // after a failure, a push might overwrite a tensor that is in use again, and what this rank has
+    // not received must not be sent on
+    if (__syncthreads_or(threadIdx.x == 0 && ld_acquire_sys(l.stop))) return;
     const bool good = interpret<T, Op>(l, block);
     if (threadIdx.x == 0 && block.timed_out) st_release_sys(report_of(block), TIMED_OUT);
     if (threadIdx.x == 0 && good && block.reported) st_release_sys(report_of(block), DONE);

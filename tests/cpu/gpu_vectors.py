@@ -30,8 +30,14 @@ class StreamKernels(HostKernels):
         self._device, self._stream = cuda.open_device(like.device.id), like.stream
 
     def empty(self, size: int, dtype: str) -> np.ndarray:
-        self.kept.append(super().empty(size, dtype))
-        return self.kept[-1]
+        made = super().empty(size, dtype)
+        self.kept.append(made)
+        return made
+
+    def full(self, size: int, dtype: str, value: int) -> np.ndarray:
+        made = super().full(size, dtype, value)
+        self.kept.append(made)
+        return made
 
     def contiguous(self, array: Any) -> np.ndarray:
         return np.ascontiguousarray(getattr(array, "array", array))
@@ -41,7 +47,9 @@ class StreamKernels(HostKernels):
 
     def nonzero(self, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         self._device.synchronise(self._stream)
-        return super().nonzero(array)
+        made = super().nonzero(array)
+        self.kept += made
+        return made
 
     def read(self, array: Any) -> np.ndarray:
         self._device.synchronise(self._stream)
@@ -51,8 +59,9 @@ class StreamKernels(HostKernels):
         self.threads_seen.add(threading.get_ident())
         if arguments[0] == "merge/merge.cu" and self.fail and self.fail[0] == threading.get_ident():
             raise self.fail[1]
-        self._device.synchronise(self._stream)
-        super().launch(*arguments)
+        file, names, words, argument, blocks = arguments
+        run = super().launch  # behind what the stream holds, while the host goes on
+        self._device._enqueue(self._stream, lambda: run(file, names, words, argument, blocks))
 
 
 @contextmanager

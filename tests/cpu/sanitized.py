@@ -40,8 +40,8 @@ def main(sanitizer: str) -> None:
         message = np.zeros(np.dtype(dtype).itemsize * 100 + 4 * 100, np.uint8)
         gpu_entries.pack(calls, vector, dtype, calls.address(message), 100)
         again = gpu_entries.unpack(calls, 100, dtype, calls.address(message))
-        kept, left = gpu_merge.merge_padded(calls, again, again, 70)
-        assert left is not None
+        kept, left = gpu_merge.merge_padded(calls, again, again, 70, 180)
+        assert left[1].size == 110
         residual = np.zeros(180, np.float32)
         gpu_entries.keep(calls, again, residual)
         gpu_entries.keep(calls, again, residual, common=kept[1])

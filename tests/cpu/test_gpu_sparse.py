@@ -16,6 +16,7 @@ from host_gpu import CURRENT, HostTensor, needs_compiler
 from linkweave import collectives
 from linkweave.collectives import get_default
 from linkweave.collectives.planning.sparse_tree import sparse_costs
+from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.sparse import gpu
 from linkweave.topology import load
 from tests.cpu.helpers import dense, hurry, vector
@@ -78,20 +79,33 @@ def test_the_same_as_on_the_cpu(mode: str, size: int, machine: Machine) -> None:
 
 
 class Counted(StreamKernels):
-    reads: dict[int, int] = {}  # noqa: RUF012
+    """Counts what makes the host wait."""
+
+    waits: dict[int, int] = {}  # noqa: RUF012
+
+    def _wait(self) -> None:
+        self.waits[threading.get_ident()] = self.waits.get(threading.get_ident(), 0) + 1
 
     def read(self, array: Any) -> np.ndarray:
-        self.reads[threading.get_ident()] = self.reads.get(threading.get_ident(), 0) + 1
+        self._wait()
         return super().read(array)
+
+    def nonzero(self, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self._wait()
+        return super().nonzero(array)
+
+    def parted(self, arrays: Any, array: np.ndarray, among: np.ndarray) -> Any:
+        self._wait()
+        return super().parted(arrays, array, among)
 
 
 def waits(rank: int, mode: str) -> int:
     values, indices = vector(rank, 0, 20)
     residual = put(np.zeros(NUMEL, np.float32))
     me = threading.get_ident()
-    before = Counted.reads.get(me, 0)
+    before = Counted.waits.get(me, 0)
     collectives.sparse_allreduce(put(values), put(indices), NUMEL, 9, residual=residual, mode=mode)
-    return Counted.reads.get(me, 0) - before
+    return Counted.waits.get(me, 0) - before
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -99,7 +113,7 @@ def test_the_host_waits_twice_for_any_number_of_ranks(
     size: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "LibraryGpu", Counted)
-    for mode in ("gtopk", "topk"):
+    for mode in ("gtopk", "topk", "dense"):
         how = MODES["threads on one GPU"]
         assert collectives.spawn(waits, size, f"mesh-{size}", (mode,), **how) == [2] * size
 
@@ -228,6 +242,39 @@ def test_no_result_is_given_when_a_rank_leaves_half_way(
     for name, words in rows[:2]:
         assert name in ("CollectiveTimeout", "CollectiveAborted"), (name, words)
         assert "rank 2" in words or how == "dense"  # where 0 and 1 wait for each other as well
+
+
+def late(rank: int) -> tuple[str, bool]:
+    """(the error, whether the residual has changed), where rank 3 comes when the others gave up."""
+    comm, rest = get_default(), put(np.zeros(NUMEL, np.float32))
+
+    def call(case: int) -> None:
+        values, indices = vector(rank, case, 9)
+        comm.sparse_allreduce(put(values), put(indices), NUMEL, 9, residual=rest, mode="gtopk")
+
+    call(0)
+    cuda.open_device(CURRENT.index).synchronise(0)
+    before = rest.array.copy()
+    hurry(comm, 1)
+    agree = comm._calls.gather
+
+    def wait(what: str, said: bytes) -> list[bytes]:
+        rows = agree(what, said)
+        comm._calls.gather = agree  # type: ignore[method-assign]
+        time.sleep({3: 3.0, 0: 0.1}.get(rank, 0))
+        return rows
+
+    comm._calls.gather = wait  # type: ignore[method-assign]
+    raised = failure(lambda: call(1))
+    cuda.open_device(CURRENT.index).synchronise(0)
+    return type(raised).__name__, bool((rest.array != before).any())
+
+
+def test_what_was_not_received_is_not_sent_on(machine: Machine) -> None:
+    """Rank 2 waits for 3, and the root for 2, which has failed before the root's own deadline."""
+    rows = collectives.spawn(late, 4, "mesh-4", timeout=60, **MODES["a process a GPU"])
+    for name, changed in rows:
+        assert name in ("CollectiveTimeout", "CollectiveAborted") and not changed, rows
 
 
 def without_memory(rank: int, error: type[Exception]) -> tuple[str, float]:

@@ -51,7 +51,7 @@ def test_no_kernel_spills(compiled: dict[tuple[int, str, str], Compiled]) -> Non
         architecture, dtype, op = case
         few = dtype.startswith("float8")
         few |= architecture >= 100 and dtype == "uint8" and op in ("min", "max")
-        assert kernel.spilled <= 160 * few and kernel.stack <= 32 * few, case
+        assert kernel.spilled <= 160 * few and kernel.stack <= 40 * few, case
         assert kernel.registers <= 80 and 3 * kernel.registers * PLAN_THREADS <= REGISTERS, case
         assert kernel.shared <= 16 << 10, case
 
