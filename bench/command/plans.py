@@ -55,7 +55,10 @@ def plans_in(text: str, path: Path, machine: Topology, nbytes: int = LARGE) -> l
         collectives.verify(made, machine)
         return [made]
     graphs = nccl_graph.read(text, str(path))
-    taken = [graphs[kind] for kind in (nccl_graph.RING, nccl_graph.TREE) if kind in graphs]
+    kinds = [nccl_graph.RING, nccl_graph.TREE]
+    if any(link.kind == "network" for link in machine.fabric):
+        kinds = kinds[: nccl_graph.RING in graphs]  # between nodes NCCL makes trees of its own
+    taken = [graphs[kind] for kind in kinds if kind in graphs]
     return [collectives.plan_allreduce(machine, nbytes, graph.algorithm) for graph in taken]
 
 
@@ -178,6 +181,8 @@ def write_for(engine: str, path: Path, made: Plan, machine: Topology, nbytes: in
         path.write_text(nccl_graph.write(graphs))
         count = len(graphs[0].channels)
         what = f"{count} channel{'s'[: count != 1]} of {graphs[0].speed:g} GB/s"
+        if any(graphs[0].nets):
+            what += f" in a node and {graphs[0].net_speed:g} GB/s between nodes, the same for each"
         trees = ", for its trees" if len(graphs) == 1 else ""
         return f"{path}: {what}{trees}, for NCCL_GRAPH_FILE; NCCL sizes its own chunks"
     if engine == "rccl":

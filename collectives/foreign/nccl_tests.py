@@ -29,7 +29,7 @@ NAMES = {
     "scatter": "scatter",
 }  # fmt: skip
 """Our names of the collectives, by the names of its programs."""
-_HEAD = re.compile(r"^#?\s*size\s+count\s+type\b.*\balgbw\s+busbw\b", re.MULTILINE)
+_HEAD = re.compile(r"^#?\s*size\s+count\s+type\b.*\salgbw\s+busbw\s+\S", re.MULTILINE)
 _PROGRAM = re.compile(rf"\b({'|'.join(sorted(NAMES, key=len, reverse=True))})_perf")
 _RANK = re.compile(r"^#?\s*Rank\s+(\d+)\b", re.MULTILINE)
 _TAG = re.compile(r"^(?:\[\d+,\d+\]<\w+>:|\d+:) ?", re.MULTILINE)

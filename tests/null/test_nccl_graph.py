@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -122,7 +123,8 @@ def test_what_nccl_does_not_take() -> None:
         nccl_graph.read(dump((RING, RINGS)))[RING].algorithm(machine)
     with pytest.raises(PlanError, match="no plans of NCCL's kind NVLS"):
         nccl_graph.read(dump((3, ((0,), (1,)))))[3].algorithm(machine)
-    for name, words in (("2 x mesh-4", "of one node"), ("mi300x", "does not run on mi300x"),
+    for name, words in (("2 x mesh-4", "its own trees between nodes"),
+                        ("mi300x", "does not run on mi300x"),
                         ("cpu-4", "does not run on cpu-4"), ("mesh-1", "two GPUs")):  # fmt: skip
         other = topology.load(name)
         plan = collectives.plan_allreduce(other, 1 << 20, "chain")
@@ -148,6 +150,57 @@ def test_numbers_of_newer_dumps_are_read() -> None:
 def test_nets_are_read() -> None:
     graph = nccl_graph.read(dump((RING, RINGS), nets='<net dev="1"/>'))[RING]
     assert graph.nets == ((1, 1),) * 4
+
+
+# ---- several nodes ------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("machine", "nets", "cross"),
+    [
+        ("2 x dgx-h100", {(0, 7), (1, 2), (3, 4), (5, 6)}, 2),  # a NIC for each GPU
+        ("4 x dgx1-v100", {(0, 0), (1, 1), (2, 2), (3, 3)}, 0),  # two GPUs share one
+        ("3 x dgx1-v100", {(0, 0), (1, 1), (2, 2), (3, 3)}, 0),
+        ("2 x dgx-a100 nics=1", {(0, 0)}, 0),
+    ],
+)
+def test_each_nic_has_two_channels(machine: str, nets: set[tuple[int, ...]], cross: int) -> None:
+    found = topology.load(machine)
+    plan = collectives.plan_allreduce(found, 1 << 26, "ring")
+    ring, tree = nccl_graph.of_plan(plan, found)
+    assert ring.cross_nic == cross and tree.cross_nic == 0
+    assert {tuple(sorted(pair)) for pair in ring.nets} == nets
+    times = Counter(zip(ring.channels, ring.nets, strict=True))
+    assert len(set(times.values())) == 1 and len(times) == 2 * len(nets)
+    for c in range(0, len(ring.channels), 2):  # NCCL exchanges 2c and 2c + 1
+        assert ring.channels[c] == ring.channels[c + 1][::-1]
+        assert ring.nets[c] == ring.nets[c + 1][::-1]
+    assert [n[0] for n in ring.nets] == [n[0] for n in tree.nets] == [n[1] for n in tree.nets]
+    # 24 GB/s of a NIC, by as many channels
+    share = len(ring.channels) // len({nic for pair in ring.nets for nic in pair})
+    assert ring.net_speed * share == 24
+
+    read = nccl_graph.read(nccl_graph.write((ring, tree)))
+    assert (read[RING], read[TREE]) == (ring, tree)
+    again = collectives.plan_allreduce(found, 1 << 26, ring.algorithm)
+    collectives.verify(again, found)
+    before = collectives.simulate(plan, found, 1 << 26).algbw
+    assert collectives.simulate(again, found, 1 << 26).algbw > 0.98 * before
+
+
+def test_graphs_that_do_not_fit_a_cluster() -> None:
+    found = topology.load("2 x dgx-h100")
+    plan = collectives.plan_allreduce(found, 1 << 26, "ring")
+    ring, tree = nccl_graph.of_plan(plan, found)
+    with pytest.raises(PlanError, match="makes its own of a tree"):
+        tree.algorithm(found)
+    with pytest.raises(PlanError, match=r"of each node; 2 x dgx1-v100.* has nodes of \[3\]"):
+        half_node = topology.load("2 x dgx1-v100").subset([0, 1, 2, 8, 9, 10])
+        ring.algorithm(half_node)
+    other = replace(ring, nets=tuple((5, 5) for _ in ring.nets))
+    with pytest.raises(PlanError, match="channel 0 leaves a node by NIC 5; from GPU 7 to 15"):
+        other.algorithm(found)
+    odd = topology.load("3 x dgx-h100")  # where every second node cannot have the path backwards
+    with pytest.raises(PlanError, match="enter each node once"):
+        nccl_graph.of_plan(collectives.plan_allreduce(odd, 1 << 26, "ring"), odd)
 
 
 def test_the_commands(tmp_path: Path) -> None:

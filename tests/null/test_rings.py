@@ -8,19 +8,20 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, permutations, product
+from itertools import combinations, pairwise, permutations, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.optimize import LinearConstraint, milp
 
+from linkweave.collectives import simulate
 from linkweave.collectives.planning.algorithms.registry import algorithm_for
 from linkweave.collectives.planning.algorithms.rings import Ring, rings
 from linkweave.collectives.planning.lower import Tuning, lower
 from linkweave.collectives.planning.planner import plan_allreduce
 from linkweave.collectives.planning.verify import verify
-from linkweave.topology import Link, Topology, load
+from linkweave.topology import Link, Topology, allreduce_bound, load
 
 ROOT = Path(__file__).parents[2]
 COUNTS = {
@@ -64,6 +65,29 @@ def test_one_ring_where_all_would_share(machine: str) -> None:
     topo = load(machine)
     (ring,), detours = rings(topo)
     assert sorted(ring) == list(range(len(topo.gpus))) and not detours
+
+
+@pytest.mark.parametrize(
+    ("machine", "count", "share"),
+    [("2 x dgx-h100", 8, 1.9), ("4 x dgx-a100", 8, 1.45), ("3 x dgx1-v100", 8, 1.52),
+     ("2 x mesh-3", 2, 1.6), ("2 x pcie-8", 4, 1.05), ("4 x dgx-h100 nics=1", 2, 1.3)],
+)  # fmt: skip
+def test_rings_of_a_cluster_use_each_nic(machine: str, count: int, share: float) -> None:
+    """A NIC of n nodes of g GPUs carries 2 (1 - 1/(n g)) of its part; 2 (1 - 1/n) would do."""
+    topo = load(machine)
+    found, detours = rings(topo)
+    assert len(found) == count and not detours
+    assert all(sorted(ring) == list(range(len(topo.gpus))) for ring in found)
+    links = [pair for ring in found for a, b in hops(ring) for pair in pairwise(topo.hops[a, b])]
+    uses = Counter(ends for ends in links if topo.by_ends[ends].kind == "network")
+    assert len(set(uses.values())) == 1  # all alike
+    plan = plan_allreduce(topo, 1 << 30, "ring")
+    verify(plan, topo)
+    assert allreduce_bound(topo) / simulate(plan, topo, 1 << 30).algbw < share + 0.1
+
+
+def test_an_odd_number_of_nodes_on_rails_has_one_ring() -> None:
+    assert len(rings(load("3 x dgx-h100"))[0]) == 1
 
 
 def test_long_rings_are_fewer() -> None:

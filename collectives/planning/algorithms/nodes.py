@@ -38,6 +38,15 @@ def equal_nodes(name: str, topology: Topology) -> list[Node]:
 def gates(topology: Topology, nodes: Sequence[Node]) -> list[Node]:
     """Return the ranks of each node that communicate with other nodes: the same positions of all.
 
+    Raises PlanError as `near_nics` does.
+    """
+    positions = sorted(g for near in near_nics(topology, nodes) for g in near)
+    return [[node[position] for position in positions] for node in nodes]
+
+
+def near_nics(topology: Topology, nodes: Sequence[Node]) -> list[list[int]]:
+    """Return for each NIC of a node the positions of the GPUs that communicate by it.
+
     Of GPUs that share a NIC, the nearest to it do: those beyond the link between a node's CPUs
     leave its only NIC to the others. GPUs with no path to the next node do not. Raises PlanError if
     no position has a path in every node.
@@ -58,7 +67,7 @@ def gates(topology: Topology, nodes: Sequence[Node]) -> list[Node]:
             nics.setdefault(path[hops][0], {})[position] = hops
         nearest = {nic: min(known.values()) for nic, known in nics.items()}
         positions = {g for nic in nics for g, hops in nics[nic].items() if hops == nearest[nic]}
-    return [[node[position] for position in sorted(positions)] for node in nodes]
+    return [sorted(positions & known.keys()) for known in nics.values() if positions & known.keys()]
 
 
 def inside(

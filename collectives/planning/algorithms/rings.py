@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.embed import Edge, embed
+from linkweave.collectives.planning.algorithms.nodes import equal_nodes, near_nics
 from linkweave.collectives.planning.algorithms.pair_rates import link_counts
 from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Round, few_enough
 from linkweave.topology import Topology
@@ -58,11 +60,11 @@ def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int],
     """Return rings, and the forwarders of each hop (ring, src, dst) that detours.
 
     If equal links join GPUs directly, a search with fixed random seeds adds rings, at first in both
-    directions, until some GPU has no link left. Otherwise, or if it finds none, the result is the
-    ring of least congestion that `embed` finds.
+    directions, until some GPU has no link left. In a cluster of equal nodes each NIC has two rings.
+    Otherwise, or if there are none, the result is the ring of least congestion that `embed` finds.
     """
     size, links = len(topology.gpus), link_counts(topology)
-    if links and (found := _disjoint(size, links)):
+    if found := _disjoint(size, links) if links else _over_nics(topology):
         return found, {}
     edges = [Edge(0, i, (i + 1) % size, one_way=True) for i in range(size)]
     embedding = embed(topology, edges, size)
@@ -87,11 +89,58 @@ def around(
     return scatter, gather
 
 
+def _most(size: int) -> int:
+    """The most rings of a plan."""
+    return max(1, _SENDS // (2 * size * (size - 1)))
+
+
+def _over_nics(topology: Topology) -> list[Ring]:
+    """Return rings through all nodes of a cluster, two for each NIC; none if the nodes differ.
+
+    Inside each node a ring is a path, which is a ring of the node cut open. It begins and ends at
+    GPUs near one NIC; or, where a NIC has one GPU, near two NICs. Of these, every second node has
+    the path backwards, so that data never changes rails: that takes an even number of nodes.
+    """
+    try:
+        nodes = equal_nodes("ring", topology)
+        near = near_nics(topology, nodes)
+    except PlanError:
+        return []
+    if len(nodes[0]) < 2:
+        return []
+    inner, detours = rings(topology.subset(topology.gpus[r] for r in nodes[0]))
+    nic_of = {g: nic for nic, positions in enumerate(near) for g in positions}
+    cut = [] if detours else _cut(inner, nic_of)
+    alternate = any(nic_of[path[0]] != nic_of[path[-1]] for path in cut)
+    found = []
+    for path in cut[: _most(len(topology.gpus)) // 2]:
+        for first, second in ((path, path[::-1]), (path[::-1], path)):
+            ways = [second if alternate and i % 2 else first for i in range(len(nodes))]
+            found.append(tuple(node[g] for node, way in zip(nodes, ways, strict=True) for g in way))
+    hops = {(ring[i - 1], at) for ring in found for i, at in enumerate(ring)}
+    there = all((topology.gpus[a], topology.gpus[b]) in topology.hops for a, b in hops)
+    return found if there and not (alternate and len(nodes) % 2) else []
+
+
+def _cut(inner: Sequence[Ring], nic_of: Mapping[int, int]) -> list[Ring]:
+    """Return paths through a node, as positions, whose ends are all NICs, each of one path."""
+    found: list[Ring] = []
+    left = set(nic_of.values())
+    cuts = [(*order[i:], *order[:i]) for i in range(len(inner[0])) for order in inner]
+    for shared in (True, False):
+        for path in cuts:
+            ends = {nic_of.get(path[0], -1), nic_of.get(path[-1], -1)}
+            if ends <= left and (len(ends) == 1) == shared:
+                found.append(path)
+                left -= ends
+    return found
+
+
 def _disjoint(size: int, links: Mapping[tuple[int, int], int]) -> list[Ring]:
     degrees = [[sum(n for ends, n in links.items() if ends[side] == r) for r in range(size)]
             for side in (0, 1)]  # fmt: skip
     most = min(map(min, degrees))
-    wanted = min(most, max(1, _SENDS // (2 * size * (size - 1))))
+    wanted = min(most, _most(size))
     best: list[Ring] = []
     for trial in range(_TRIALS):
         left = dict(links)
