@@ -443,7 +443,7 @@ def train(
 
 def gtopk(
     model: Annotated[
-        str, typer.Option(help="One of vgg16, resnet18, vgg11, transformer.")
+        str, typer.Option(help="One of vgg16, resnet20, resnet18, vgg11, transformer.")
     ] = "resnet18",
     density: Annotated[float, typer.Option(help="The share of values that are sent.")] = 0.001,
     hook: Annotated[

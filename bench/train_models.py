@@ -94,6 +94,17 @@ def vgg16() -> nn.Module:
     return nn.Sequential(*layers, *head)
 
 
+def resnet20() -> nn.Module:
+    """ResNet-20 for Cifar-10 (He et al., section 4.2), whose shortcuts have parameters where they
+    change width: 272,474 in all."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)]
+    width = 16
+    for wide, stride in ((16, 1), (32, 2), (64, 2)):
+        layers += [_Block(width, wide, stride), _Block(wide, wide, 1), _Block(wide, wide, 1)]
+        width = wide
+    return nn.Sequential(*layers, nn.Linear(64, 10))
+
+
 def _shapes(make: Callable[[], nn.Module]) -> list[list[torch.Size]]:
     """The shapes of the parameters of each module, without their memory."""
     with torch.device("meta"):
@@ -168,6 +179,7 @@ MODELS: dict[str, Callable[[int], Made]] = {
 
 SHAPES: dict[str, Callable[[], list[list[torch.Size]]]] = {
     "vgg16": lambda: _shapes(vgg16),
+    "resnet20": lambda: _shapes(resnet20),
     **{
         name: lambda make=make: _shapes(lambda: make(1)[0])  # type: ignore[misc]
         for name, make in MODELS.items()
