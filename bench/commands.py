@@ -428,6 +428,9 @@ def train(
     model: Annotated[str, typer.Option(help="One of resnet18, vgg11, transformer.")] = "resnet18",
     batch: Annotated[int, typer.Option(help="Samples of each rank.")] = 8,
     schedule: Annotated[str, typer.Option(help=f"auto, or one of {', '.join(POLICIES)}.")] = "auto",
+    unchained: Annotated[
+        bool, typer.Option("--unchained", help="What --schedule plans, without the chain.")
+    ] = False,
     rounds: RoundsOption = 7,
     scheduling: BatchOption = True,
     out: OutOption = None,
@@ -437,7 +440,7 @@ def train(
     from linkweave.bench import train as measured
 
     at_least(("--batch", batch, 1), ("-r", rounds, 1))
-    measure = partial(measured.measure, model, batch, rounds, schedule, scheduling)
+    measure = partial(measured.measure, model, batch, rounds, schedule, scheduling, unchained)
     tell(measured, measure, out, as_json, joins=True)
 
 

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from linkweave.bench.peers import on_gloo
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.bench.train_models import MODELS
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.overlap import Schedule
 from linkweave.collectives.training.transport import OverCommunicator
 from linkweave.collectives.training.tuner import SETTLED
 
@@ -118,25 +119,43 @@ def over_ranks(seconds: float) -> float:
     return float(total) / dist.get_world_size()
 
 
-def measure(model: str, batch: int, blocks: int, policy: str, batch_scheduling: bool) -> list[Row]:
+def measure(
+    model: str, batch: int, blocks: int, policy: str, batch_scheduling: bool,
+    unchained: bool = False,
+) -> list[Row]:  # fmt: skip
     """Measure as one rank of those that torchrun has started. Returns a row on rank 0.
 
-    Raises CollectiveError for an unknown model.
+    unchained: carry out what the policy has planned without the chain to the next forward pass.
+    Raises CollectiveError for an unknown model, and for "auto" with `unchained`.
     """
+    if unchained and policy == "auto":
+        raise CollectiveError("--unchained needs a --schedule: auto chooses itself")
     if model not in MODELS:
         raise CollectiveError(f"--model must be one of {', '.join(MODELS)}, not {model!r}")
     schedule(batch_scheduling)
     with on_gloo(), collectives.init(timeout=120) as comm:
-        return _measured(comm, model, batch, blocks, policy)
+        return _measured(comm, model, batch, blocks, policy, unchained)
 
 
-def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> list[Row]:
+def _measured(
+    comm: Any, model: str, batch: int, blocks: int, policy: str | Schedule, unchained: bool
+) -> list[Row]:
     group = comm if comm.size > 1 else OverCommunicator(comm)  # on which the engine runs
-    ours = _Trained(
-        model, batch, comm.rank,
-        lambda *pair: collectives.DataParallel(*pair, schedule=policy, chained=True, group=group,
-                                               broadcast_buffers=False),
-    )  # fmt: skip
+
+    def trained(policy: str | Schedule, chained: bool) -> _Trained:
+        return _Trained(
+            model, batch, comm.rank,
+            lambda *pair: collectives.DataParallel(*pair, schedule=policy, chained=chained,
+                                                   group=group, broadcast_buffers=False),
+        )  # fmt: skip
+
+    if unchained:
+        planned = trained(policy, True)
+        for _ in range(WARM_UP):
+            planned.block()
+        policy = replace(planned.model.schedule, chained=False)
+        planned.model.close()
+    ours = trained(policy, not unchained)
     theirs = _Trained(
         model, batch, comm.rank,
         lambda net, _: DistributedDataParallel(net, forward_sync_buffers=False),
@@ -145,13 +164,13 @@ def _measured(comm: Any, model: str, batch: int, blocks: int, policy: str) -> li
     for _ in rounds_of(WARM_UP, comm.rank == 0):
         ours.block()
     theirs.go_on_from(ours)
-    for trained in (ours, theirs, alone):
-        trained.block()
+    for one in (ours, theirs, alone):
+        one.block()
     times: list[list[float]] = [[], [], []]
     for _ in rounds_of(blocks, comm.rank == 0):
-        for found, trained in zip(times, (theirs, ours, alone), strict=True):
+        for found, one in zip(times, (theirs, ours, alone), strict=True):
             dist.barrier()
-            found.append(over_ranks(trained.block()))
+            found.append(over_ranks(one.block()))
     ddp, mine, compute = (statistics.median(found) for found in times)
     ratio = statistics.median(a / b for a, b in zip(times[0], times[1], strict=True))
     differs = max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
