@@ -393,6 +393,10 @@ def steps(
     unchained: Annotated[
         bool, typer.Option("--unchained", help="Run each chained schedule unchained, too.")
     ] = False,
+    even: Annotated[
+        bool, typer.Option("--even", help="Give each tensor the same backward time, and run "
+                           "ASC-WFBP by the rule of its authors' program, too."),
+    ] = False,
     rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Steps of sleeping layers under each policy (4 min)."""
@@ -403,9 +407,12 @@ def steps(
     layers, net = sleeping.scaled(
         load(profile), network_from(network, workers), sleeping.NBYTES, seconds
     )
+    if even:
+        layers = sleeping.even(layers)
     if density is None:
         chosen = list(POLICIES) if policy == "all" else [policy]
         schedules = sleeping.plans(layers, net, chosen)
+        schedules += [sleeping.by_program(layers, net)] * even
     elif policy == "all":
         schedules = sleeping.sparse_plans(layers, net)
     else:

@@ -145,6 +145,20 @@ def plans(
     ]
 
 
+def even(profile: overlap.Profile) -> overlap.Profile:
+    """The profile with the same backward time for each tensor."""
+    each = profile.backward_s / len(profile.layers)
+    return replace(
+        profile, layers=tuple(replace(layer, backward_s=each) for layer in profile.layers)
+    )
+
+
+def by_program(profile: overlap.Profile, network: overlap.Network) -> overlap.Schedule:
+    """ASC-WFBP by the rule of its authors' program."""
+    made = overlap.plan(profile, network, "asc-wfbp", rule="program")
+    return replace(made, policy="asc-wfbp, program's rule")
+
+
 def sparse_plans(profile: overlap.Profile, network: overlap.Network) -> list[overlap.Schedule]:
     """The schedules of an exchange of whole layers, the first of which overlaps with nothing."""
     return [at_once(profile, network), *map(unchained, plans(profile, network, SPARSE))]

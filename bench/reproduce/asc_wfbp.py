@@ -6,10 +6,9 @@ network is that of section VI-B.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from linkweave.bench.reproduce.measured import measured
 from linkweave.bench.reproduce.rows import COMPUTED, NETWORK, SIMULATED, Part, Plot, Row, Series
+from linkweave.bench.sleeping import even
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
 from linkweave.collectives.overlap.communication import whole
@@ -59,14 +58,6 @@ def profile_of(model: str) -> Profile:
 def _compute(model: str) -> float:
     _, _, asc, speedup, _ = MODELS[model]
     return speedup * asc / GPUS
-
-
-def even(profile: Profile) -> Profile:
-    """The profile with the same backward time for each tensor."""
-    each = profile.backward_s / len(profile.layers)
-    return replace(
-        profile, layers=tuple(replace(layer, backward_s=each) for layer in profile.layers)
-    )
 
 
 def limit_of(profile: overlap.Profile) -> float:
