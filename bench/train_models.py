@@ -94,6 +94,39 @@ def vgg16() -> nn.Module:
     return nn.Sequential(*layers, *head)
 
 
+class _Bottleneck(nn.Module):
+    """Three convolutions beside a shortcut (the same, figure 5)."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width),
+        )  # fmt: skip
+        self.shortcut = nn.Sequential()
+        if before != 4 * width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(before, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.body(x) + self.shortcut(x)).relu()
+
+
+def resnet50() -> nn.Module:
+    """ResNet-50 for ImageNet: 25,557,032 parameters."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    ]  # fmt: skip
+    before = 64
+    for width, many in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for i in range(many):
+            layers.append(_Bottleneck(before, width, 2 if i == 0 and width > 64 else 1))
+            before = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+
+
 def resnet20() -> nn.Module:
     """ResNet-20 for Cifar-10 (He et al., section 4.2), whose shortcuts have parameters where they
     change width: 272,474 in all."""

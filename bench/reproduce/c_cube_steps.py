@@ -6,14 +6,32 @@ overlapped, and a ring; C2 and CC chain B and C1 with the next forward pass.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+import torch
 from scipy.stats import spearmanr
+from torch.nn.functional import cross_entropy
 
 from linkweave.bench.command.predict import PEAKS, REACHED
 from linkweave.bench.reproduce.c_cube import baseline, machine
-from linkweave.bench.reproduce.rows import COMPUTED, SIMULATED, Part, Plot, Row, Series, mean
+from linkweave.bench.reproduce.measured import Recorded, here, measured, recorded
+from linkweave.bench.reproduce.rows import (
+    COMPUTED,
+    CORE,
+    CPU_RANKS,
+    NETWORK,
+    SIMULATED,
+    SLEEPING,
+    Part,
+    Plot,
+    Row,
+    Series,
+    mean,
+)
+from linkweave.bench.train_models import resnet50
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Layer, Network, Profile, Schedule
 from linkweave.collectives.overlap.communication import whole
@@ -162,6 +180,94 @@ def patterns() -> Part:
                 _shares([float(layer.nbytes) for _, layer in kernels]))),
     )  # fmt: skip
     return Part(rows, (plot,))
+
+
+def layers() -> Part:
+    """Figure 17 with measured times."""
+    found = [unit for unit in resnet50_times().layers if unit.nbytes > 64 << 10]
+    slows = float(spearmanr(range(len(found)), [unit.forward_s for unit in found]).statistic)
+    rows = (
+        Row("figure 17", "layer's place and forward time, rank correlation, measured", "falls",
+            slows, f"{CORE}, {here()}", reason="a ResNet-50 of torch with 4 images, by "
+            "overlap.measure, not a GPU: its caches and vectors favour other layers"),
+    )  # fmt: skip
+    return Part(rows)
+
+
+def resnet50_times() -> Profile:
+    """ResNet-50's layers, with times on one core of this machine."""
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        torch.set_num_threads(1)
+        batch = torch.randn(4, 3, 224, 224), torch.randint(1000, (4,))
+        return overlap.measure(resnet50(), cross_entropy, batch, steps=3)
+    finally:
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, cores)
+
+
+def measurements() -> Part:
+    """Figures 12a and 13 on CPU ranks and on hosts, which have neither NVLinks nor GPUs."""
+
+    def over(other: str) -> Callable[[Recorded], float]:
+        """How many times as fast, both by how many times as fast as DDP they are by turns."""
+        base = recorded(other).rows[0]["ratio"]
+        return lambda found: float(found.rows[0]["ratio"] / base)
+
+    def trees(nbytes: int) -> Callable[[Recorded], float]:
+        def gain(found: Recorded) -> float:
+            plain, overlapped = (
+                found.row(algorithm=name, nbytes=nbytes)["seconds"]
+                for name in ("double_tree", "overlapped_double_tree")
+            )
+            return float(plain / overlapped)
+
+        return gain
+
+    def turnaround(found: Recorded) -> float:
+        plain, overlapped = (
+            found.row(algorithm=name)["first_ms"]
+            for name in ("double_tree", "overlapped_double_tree")
+        )
+        return float(plain / overlapped)
+
+    def chaining(found: Recorded) -> float:
+        after, chained = (found.row(chained=one)["measured_ms"] for one in (False, True))
+        return float(after / chained)
+
+    memory = "8 ranks share one memory, where no link is one-way and idle, and 2 cores"
+    queue, allreduces = "queue-4-epyc-2-cores", "algorithms-cpu-8-epyc-2-cores"
+    rows = [
+        measured("figure 12a", "C1 over B at 64 MB, double trees on 8 CPU ranks", 1.75, CPU_RANKS,
+                 allreduces, trees(64 << 20), reason=memory),
+        measured("figure 12a", "C1 over B at 256 MB, double trees on 8 CPU ranks", None, CPU_RANKS,
+                 allreduces, trees(256 << 20), reason=memory),
+        measured("figure 14", "first of 50 layers of 64 MB on 4 CPU ranks, B over C1", None,
+                 CPU_RANKS, queue, turnaround),
+    ]  # fmt: skip
+    for name in ("resnet50", "vgg16", "bert-base"):
+        rows.append(measured(
+            "figure 13", f"{name}: CC over C1", None, SLEEPING, f"chaining-{name}-epyc-2-cores",
+            chaining, reason="lanes on which the all-reduce takes as long as the forward pass: "
+            "4/3 is the most",
+        ))  # fmt: skip
+    eight = "train-c-cube-{}-8-epyc-2-cores"
+    for one, other, theirs in (("cc", "b", 1.32), ("c1", "b", 1.10), ("c2", "b", None),
+                               ("cc", "r", None)):  # fmt: skip
+        rows.append(measured(
+            "figure 13", f"ResNet-18 on 8 CPU ranks: {one.upper()} over {other.upper()}", theirs,
+            CPU_RANKS, eight.format(one), over(eight.format(other)),
+            reason="real steps, batch 2; 8 ranks compute and send on 2 cores, so that nothing is "
+            "idle while the other is under way",
+        ))  # fmt: skip
+    for model, words in (("", "ResNet-18"), ("-vgg11", "VGG-11")):
+        rows.append(measured(
+            "figure 13", f"{words} on 4 hosts: C2 over B", None, NETWORK,
+            f"train-c-cube{model}-4x1-1gbit", over(f"train-c-cube{model}-unchained-4x1-1gbit"),
+            reason="real steps with one all-reduce of gloo, chained and not; 4 hosts share 2 cores",
+        ))  # fmt: skip
+    return Part(tuple(rows))
 
 
 def _shares(values: list[float]) -> tuple[float, ...]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -41,10 +45,18 @@ def reproduce(
         typer.Option("--keep", help="The folder of finished parts, from which a run goes on; by "
                      "default out/reproduce."),
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Instead, repeat a paper's recorded measurements, and "
+                           "compare each with its record; hosts need root. 1 to 40 min each."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Put papers' figures beside ours, or tabulate auto's choices."""
-    if what in _TABLES:
+    if measure:
+        if what not in PAPERS or page or as_json:
+            raise CollectiveError("--measure goes with one paper and --keep alone")
+        _measure(what, folder or Path("out/reproduce"))
+    elif what in _TABLES:
         for flag, given in (("--html", page), ("--keep", folder)):
             if given:
                 raise CollectiveError(f"{flag} is for papers, not for {what}")
@@ -81,6 +93,31 @@ def _papers(names: tuple[str, ...], folder: Path, page: Path | None, as_json: bo
     if page:
         page.write_text(report.page(done))
         console.print(f"written: {page}", highlight=False)
+
+
+def _measure(paper: str, folder: Path) -> None:
+    """Run the command of each record that a paper's rows quote, and compare what it writes."""
+    from linkweave.bench.reproduce import papers
+    from linkweave.bench.reproduce.measured import COMMANDS, RESULTS
+
+    parts = [one.part for one in papers.collect([paper], folder)]
+    names = dict.fromkeys(row.record for part in parts for row in part.rows if row.record)
+    if not names:
+        raise CollectiveError(f"no row of {paper} quotes a record")
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    failed = []
+    for name in names:
+        made = folder / f"{name}.json"
+        console.print(f"\n{name}: {COMMANDS[name]}", highlight=False)
+        done = subprocess.run(
+            f"{COMMANDS[name]} --out {shlex.quote(str(made.resolve()))} && linkweave bench compare "
+            f"{shlex.quote(str(RESULTS / name))}.json {shlex.quote(str(made.resolve()))}",
+            shell=True, env={**os.environ, "PATH": path},
+        )  # fmt: skip
+        if done.returncode:
+            failed.append(name)
+    if failed:
+        raise CollectiveError(f"not repeated: {', '.join(failed)}; the lines above say why")
 
 
 def _table(what: str, as_json: bool) -> None:

@@ -146,13 +146,18 @@ def baseline_period(step: Step, method: str) -> float:
     return period(made.tasks, marks)
 
 
-def embrace_period(step: Step) -> float:
+def embrace_period(step: Step, in_order: bool = False) -> float:
     """The seconds of a step by EmbRace.
 
     Gradients of tables are coalesced. After the backward pass, prior rows leave, then the lookups
     of the next batch and dense gradients as they are needed, and last the delayed rows, for which
-    the lookups of the batch after that wait.
+    the lookups of the batch after that wait. With `in_order`, as linkweave carries it out, nothing
+    overtakes what is ready: dense gradients leave as the backward pass makes them, then the rows.
     """
+
+    def priority(wanted: int) -> int:
+        return len(made.tasks) if in_order else wanted
+
     made, modules, sizes = Tasks(), step.modules, step.sizes
     # table 2 has two all-to-alls, each of these is one
     prior_s, delayed_s, lookup_s = (
@@ -171,12 +176,12 @@ def embrace_period(step: Step) -> float:
         for module, table in reversed([*enumerate(modules)]):
             last = made.compute(0.0 if table else 2 * step.block_s(), last)
             if not table:
-                sent[module] = made.send(dense_s, module, last)
+                sent[module] = made.send(dense_s, priority(module), last)
         for table in tables:
-            prior = made.send(prior_s, FIRST, last)
+            prior = made.send(prior_s, priority(FIRST), last)
             before = [delayed[table]] if delayed else []
-            sent[table] = made.send(lookup_s, table, prior, *before)
-        delayed = {table: made.send(delayed_s, LAST, last) for table in tables}
+            sent[table] = made.send(lookup_s, priority(table), prior, *before)
+        delayed = {table: made.send(delayed_s, priority(LAST), last) for table in tables}
         marks.append(last)
     return period(made.tasks, marks)
 

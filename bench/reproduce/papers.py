@@ -29,12 +29,15 @@ PAPERS: dict[str, dict[str, Make]] = {
     "c-cube": {
         "all-reduces": c_cube.communication, "steps": c_cube_steps.training,
         "patterns": c_cube_steps.patterns, "scaling": c_cube.scaling,
+        "layers": c_cube_steps.layers, "measurements": c_cube_steps.measurements,
     },
-    "gtop-k": {"scaling": gtopk.scaling, "training": gtopk.training},
+    "gtop-k": {"scaling": gtopk.scaling, "training": gtopk.training,
+               "residuals": gtopk.residuals},
     "embrace": {"tables": embrace.tables, "training": embrace.training},
     "asc-wfbp": {"steps": asc_wfbp.steps, "network": asc_wfbp.network},
     "us-byte": {
-        "speeds": us_byte.speeds, "orders": us_byte.orders, "measurements": us_byte.measurements,
+        "speeds": us_byte.speeds, "orders": us_byte.orders, "analysis": us_byte.analysis,
+        "measurements": us_byte.measurements,
     },
     "predictions": {"steps": predictions.steps},
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from linkweave.bench.reproduce.measured import Recorded, recorded
-from linkweave.bench.reproduce.rows import CPU_RANKS, NETWORK, Part, Plot, Row, Series
+from linkweave.bench.reproduce.rows import NETWORK, SLEEPING, Part, Plot, Row, Series
 
 LANES = (
     "steps-resnet50-epyc-2-cores", "steps-vgg16-epyc-2-cores", "steps-bert-base-epyc-2-cores",
@@ -41,7 +41,7 @@ def steps() -> Part:
     """Errors of each file and of all steps, and all of them in one plot."""
     rows, series, every = [], [], []
     kinds = (
-        (LANES, CPU_RANKS, "sleeping layers, throttled lanes"),
+        (LANES, SLEEPING, ""),
         (HOSTS, NETWORK, "real layers on hosts that share two cores, which slow each other down"),
         (ALLREDUCES, NETWORK, "all-reduces of 16 MB or more"),
     )
@@ -55,8 +55,7 @@ def steps() -> Part:
             rows.append(Row(
                 "steps" if names is not ALLREDUCES else "all-reduces",
                 f"{short}: median error of {len(points)}", None,
-                median(errors(points)), f"{how}, {found.where}", "%",
-                f"{words}; bench/results/{name}.json",
+                median(errors(points)), f"{how}, {found.where}", "%", words, name,
             ))  # fmt: skip
             series.append(Series(short, *map(tuple, zip(*points, strict=True))))
     rows.insert(
@@ -66,7 +65,7 @@ def steps() -> Part:
             f"median error of all {len(every)} steps, at most",
             5.0,
             median(errors(every)),
-            f"{CPU_RANKS} and over namespaces",
+            f"{SLEEPING} and on hosts",
             "%",
         ),
     )

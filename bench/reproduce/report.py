@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from linkweave.bench.command import options
+from linkweave.bench.reproduce.measured import COMMANDS
 from linkweave.bench.reproduce.papers import TITLES, Done
-from linkweave.bench.reproduce.rows import GPU, HOWS, Plot, Row
+from linkweave.bench.reproduce.rows import GPU, HOWS, INPUT, OTHER, Plot, Row
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's, which colour-blind readers tell apart; marks and hatches differ as well."""
@@ -48,31 +49,39 @@ def paper_text(paper: str, done: Sequence[Done]) -> str:
             reasons.setdefault(row.reason, []).append(str(number))
     words = [f"{', '.join(at)}: {why}" for why, at in reasons.items()]
     words += [note for one in done for note in one.part.notes]
+    records: dict[str, list[str]] = {}
+    for number, row in enumerate(rows, 1):
+        if row.record:
+            records.setdefault(row.record, []).append(str(number))
+    words += [f"{', '.join(at)}: {name}.json, {COMMANDS[name]}" for name, at in records.items()]
     return "\n".join([*lines, *(textwrap.fill(word, options.WIDTH) for word in words)])
 
 
 def summary(done: Sequence[Done]) -> str:
-    """How many values papers print, how ours were found, and how near the numbers are; empty if the
-    papers print none. Percentages count by their ratio."""
+    """How many values papers print, how ours were found, and how near they are; empty if the papers
+    print none. Shares count by their ratio, "A over B" by the gain."""
     every = [row for one in done if one.paper != "predictions" for row in one.part.rows]
-    rows = [row for row in every if row.theirs is not None]
+    rows = [row for row in every if row.counts]
     if not rows:
         return ""
     lost = sum(row.ours is None for row in rows)
     counts = [
         f"{count} {how}" for how in HOWS if (count := sum(r.how.startswith(how) for r in rows))
     ]
-    apart = [
-        abs(row.ours / row.theirs - 1) for row in rows
-        if isinstance(row.ours, int | float) and isinstance(row.theirs, int | float) and row.theirs
-    ]  # fmt: skip
+    apart = [abs(row.apart) for row in rows if row.apart is not None]
     near = ", ".join(
         f"{sum(share <= limit for share in apart)} within {limit:.0%}" for limit in (0.1, 0.3)
     )
+    words = [row.holds for row in rows if row.holds is not None]
+    inputs = sum(row.how.startswith(INPUT) for row in every)
+    ours = [row for row in every if row.theirs is None]
+    own = sum(row.how.startswith("measured") for row in ours)
     return (
         f"{len(rows)} values of papers: {', '.join(counts)}; {lost} not reproduced, "
-        f"{lost / len(rows):.0%}. Of {len(apart)} that are numbers on both sides, {near}. "
-        f"{len(every) - len(rows)} more values are ours alone"
+        f"{lost / len(rows):.0%}. Of {len(apart)} that are numbers on both sides, {near}; of "
+        f"{len(words)} ranges and limits in words, {sum(words)} hold. Not counted: {inputs} that "
+        f"are the papers' own inputs, {sum(row.item == OTHER for row in every)} of another "
+        f"measurement, {len(ours)} that are ours alone, of which {own} are measured"
     )
 
 
@@ -105,7 +114,11 @@ def _row(row: Row) -> str:
     cells = (row.item, row.what, value(row.theirs, row.unit), value(row.ours, row.unit),
              row.difference, how, row.reason)  # fmt: skip
     kind = "" if row.how else ' class="lost"'
-    return f"<tr{kind}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+    text = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells[:-1])
+    why = html.escape(row.reason)
+    if row.record:
+        why += f"<br><code>{html.escape(COMMANDS[row.record])}</code>"
+    return f"<tr{kind}>{text}<td>{why}</td></tr>"
 
 
 def _figure(plot: Plot) -> str:

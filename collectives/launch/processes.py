@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import cloudpickle
+
 from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.launch.default import set_default
@@ -32,8 +34,7 @@ from linkweave.topology.checks import integer
 
 _FRESH = (
     ". This process runs other threads or has used CUDA, so each rank is a fresh Python that "
-    "imports the program again: keep it in a file (not stdin), with the call of spawn under "
-    "`if __name__ == '__main__':`"
+    "imports the program again: keep the call of spawn under `if __name__ == '__main__':`"
 )
 
 
@@ -47,7 +48,8 @@ def spawn(
 
     Ranks are processes. They are forked, which keeps closures and loaded modules, unless this
     process runs other threads or has used CUDA; then they are new interpreters, and `fn` and `args`
-    must pickle. torch uses one thread per rank.
+    must pickle. A notebook runs other threads; there, and wherever the program is no file, what it
+    has defined goes to the ranks by value. torch uses one thread per rank.
 
     device: "cpu"; "cuda" for rank r on GPU r; "cuda:N" for all ranks on one GPU. The rank's GPU is
         the current one of CuPy and torch.
@@ -72,18 +74,20 @@ def spawn(
     context: Any = mp.get_context("fork" if forks else "spawn")
     if forks:
         compile_kernels()  # forked ranks inherit the machine code
-    hint = "" if context.get_start_method() == "fork" else _FRESH
+    by_value = not forks and not hasattr(sys.modules["__main__"], "__file__")
+    hint = "" if forks or by_value else _FRESH
     with _within_limits():
         fd = Mapping.create(nprocs)
     ranks: list[_Rank] = []
     try:
         for rank in range(nprocs):
             gpu = None if gpus is None else gpus[rank]
-            job = (fn, args, rank, nprocs, settings, gpu, Mapping.location(fd), os.getpid())
             with _within_limits():
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(theirs, job), daemon=False)
                 try:
+                    what: Any = cloudpickle.dumps((fn, args)) if by_value else (fn, args)
+                    job = (what, rank, nprocs, settings, gpu, Mapping.location(fd), os.getpid())
+                    process = context.Process(target=_child, args=(theirs, job), daemon=False)
                     process.start()
                 except (AttributeError, TypeError, pickle.PicklingError) as error:
                     raise CollectiveError(
@@ -206,8 +210,10 @@ def _abort(fd: int, size: int, failed: _Rank) -> None:
 
 
 def _child(results: Connection, job: tuple[Any, ...]) -> None:
-    fn, args, rank, size, settings, gpu, path, parent = job
+    what, rank, size, settings, gpu, path, parent = job
     _die_with(parent)
+    by_value = isinstance(what, bytes)
+    dumps = cloudpickle.dumps if by_value else pickle.dumps
     gc.freeze()  # a collection would touch, and so copy, the pages inherited from the parent
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -218,11 +224,12 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
             use_device(gpu)
         communicator = Communicator(Arena(Mapping.open(path, size, rank), rank), settings)
         set_default(communicator)
+        fn, args = pickle.loads(what) if by_value else what
         value = fn(rank, *args)
         if os.getpid() != me:
             os._exit(0)  # this is a fork of the rank that returned from `fn`
         try:
-            payload = pickle.dumps((True, value))
+            payload = dumps((True, value))
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             raise CollectiveError(
                 f"rank {rank}'s result, a {type(value).__qualname__}, does not pickle: {error}"

@@ -24,13 +24,25 @@ from linkweave.bench.reproduce import (
     report,
     us_byte,
 )
-from linkweave.bench.reproduce.rows import SIMULATED, Part, Plot, Row, Series, part_from
+from linkweave.bench.reproduce.rows import (
+    CPU_RANKS,
+    INPUT,
+    OTHER,
+    SIMULATED,
+    Part,
+    Plot,
+    Row,
+    Series,
+    part_from,
+)
 from linkweave.collectives import CollectiveError, overlap
 
 QUICK = {  # parts of a second or two
     "c_cube.communication": c_cube.communication, "c_cube_steps.training": c_cube_steps.training,
-    "c_cube_steps.patterns": c_cube_steps.patterns, "us_byte.measurements": us_byte.measurements,
-    "asc_wfbp.network": asc_wfbp.network, "gtopk.training": gtopk.training,
+    "c_cube_steps.measurements": c_cube_steps.measurements,
+    "us_byte.measurements": us_byte.measurements, "us_byte.analysis": us_byte.analysis,
+    "asc_wfbp.network": asc_wfbp.network, "asc_wfbp.steps": asc_wfbp.steps,
+    "gtopk.training": gtopk.training,
     "predictions.steps": predictions.steps,
 }  # fmt: skip
 
@@ -118,6 +130,46 @@ def test_differences() -> None:
     assert Row("t", "v", 0.0, 3.0, SIMULATED).difference == ""
 
 
+def test_gains_are_compared_as_gains() -> None:
+    row = Row("t", "A over B", 1.18, 1.02, SIMULATED)
+    assert row.difference == "gain 2 for 18 %"
+    assert row.apart == pytest.approx(0.02 / 0.18 - 1)
+    assert Row("t", "A over B", 1.0, 1.02, SIMULATED).apart is None  # a share of nothing
+    assert Row("t", "A over B", 20.0, 22.0, SIMULATED, "%").apart == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "holds"),
+    [
+        ("11 to 26 %", 15.0, True), ("11 to 26 %", 27.0, False), ("11 to 26 %", "12 to 20 %", True),
+        ("11 to 26 %", "-66 to 0 %", False), ("at most 5 %", 2.0, True), ("at most 5", 6.0, False),
+        ("below 1", 0.6, True), ("above 1", 1.2, True), ("above 40 %", "0% to 100%", None),
+        ("0.7 to 7.5 % on 4 GPUs", 6.5, True), ("close", 3.0, None), (2.0, 3.0, None),
+    ],
+)  # fmt: skip
+def test_ranges_in_words_hold_or_not(
+    theirs: float | str, ours: float | str, holds: bool | None
+) -> None:
+    row = Row("t", "v", theirs, ours, SIMULATED)
+    assert row.holds is holds
+    if holds is not None:
+        assert row.difference == ("within" if holds else "outside")
+
+
+def test_inputs_and_other_peoples_values_do_not_count() -> None:
+    assert not Row("t", "v", 2.0, 2.0, f"{INPUT}, the model's").counts
+    assert not Row(OTHER, "v", 2.0, 2.0, SIMULATED).counts
+    assert not Row("t", "v", None, 2.0, SIMULATED).counts
+    rows = (Row("t", "v", 2.0, 2.0, INPUT), Row("t", "w", 2.0, 2.1, SIMULATED),
+            Row("t", "x", "1 to 2", 3.0, SIMULATED), Row(OTHER, "y", 2.0, 2.0, SIMULATED),
+            Row("t", "z", None, 2.0, CPU_RANKS))  # fmt: skip
+    said = report.summary([papers.Done("c-cube", "one", Part(rows), 0.0)])
+    assert said.startswith("2 values of papers: 2 simulated; 0 not reproduced")
+    assert "Of 1 that are numbers on both sides, 1 within 10%, 1 within 30%; of 1 ranges" in said
+    assert "0 hold. Not counted: 1 that are the papers' own inputs, 1 of another" in said
+    assert said.endswith("1 that are ours alone, of which 1 are measured")
+
+
 @pytest.mark.parametrize(
     ("ours", "how", "reason"), [(None, "", ""), (None, SIMULATED, "why"), (1.0, "guessed", "")]
 )
@@ -181,6 +233,37 @@ def test_text_json_and_page(two_parts: list[str], tmp_path: Path) -> None:
     rows = json.loads(told.stdout)[0]["rows"]
     assert [row["difference"] for row in rows] == ["+25%", ""]
     assert two_parts == ["one", "two"]
+
+
+def test_every_record_has_its_command() -> None:
+    for name in measured.COMMANDS:
+        assert measured.recorded(name).rows, name
+    parts = [QUICK[name]() for name in QUICK]
+    rows = [row for part in parts for row in part.rows if row.record]
+    assert len(rows) > 60 and {row.record for row in rows} <= measured.COMMANDS.keys()
+    assert all(row.how.startswith("measured") for row in rows)
+
+
+def test_measurements_are_repeated_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = "queue-4-epyc-2-cores"
+    row = Row("t", "v", 1.0, 2.0, CPU_RANKS, record=name)
+    monkeypatch.setitem(papers.PAPERS, "c-cube", {"one": lambda: Part((row, row))})
+    fake = tmp_path / "fake.sh"
+    fake.write_text(f'cp {measured.RESULTS / name}.json "$2"; echo took "$1"\n')
+    monkeypatch.setitem(measured.COMMANDS, name, f"sh {fake}")
+    run = ["reproduce", "c-cube", "--measure", "--keep", str(tmp_path / "kept")]
+    app(run, standalone_mode=False)
+    said = capfd.readouterr()
+    assert said.out.count("took --out") == 1 and f"{name}: sh {fake}" in said.out + said.err
+    assert (tmp_path / "kept" / f"{name}.json").exists()
+    monkeypatch.setitem(measured.COMMANDS, name, "false")
+    with pytest.raises(CollectiveError, match=f"not repeated: {name}; the lines above"):
+        app(run, standalone_mode=False)
+    for words in (["all"], ["choice"], ["c-cube", "--html", "x.html"]):
+        with pytest.raises(CollectiveError, match="goes with one paper and --keep alone"):
+            app(["reproduce", *words, "--measure"], standalone_mode=False)
 
 
 def test_measured_rows_name_their_file() -> None:

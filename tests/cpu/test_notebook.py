@@ -1,0 +1,65 @@
+"""Ranks that are started from a notebook, and from programs that are no files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+HELLO = """\
+import numpy as np
+import linkweave
+SCALE = 10
+
+class Answer:
+    def __init__(self, value):
+        self.value = value
+
+def work(rank, more):
+    x = np.full(4, rank + more, np.float32)
+    linkweave.allreduce(x)
+    return Answer(float(SCALE * x.sum()))
+"""
+
+
+def run(*cells: str) -> list[str]:
+    """What each cell prints or shows."""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    done = NotebookClient(book, timeout=120, kernel_name="python3").execute()
+    return [
+        "".join(out.get("text", "") or out.get("data", {}).get("text/plain", "")
+                for out in cell["outputs"])
+        for cell in done["cells"]
+    ]  # fmt: skip
+
+
+def test_a_notebook_starts_ranks() -> None:
+    told = run(
+        HELLO, "[one.value for one in linkweave.spawn(work, 3, args=(1,))]",
+        "print([type(one) is Answer for one in linkweave.spawn(work, 2, args=(0,))])",
+    )  # fmt: skip
+    assert told[1] == "[240.0, 240.0, 240.0]"
+    assert "True" in told[2] and "False" not in told[2]
+
+
+def test_an_error_in_a_notebook_names_its_rank() -> None:
+    with pytest.raises(CellExecutionError, match="rank 1"):
+        run(HELLO, "def bad(rank):\n    return 1 / (1 - rank)\nlinkweave.spawn(bad, 2)")
+
+
+def test_a_program_without_a_file_that_runs_threads() -> None:
+    program = HELLO + (
+        "import threading\n"
+        "event = threading.Event()\n"
+        "threading.Thread(target=event.wait, daemon=True).start()\n"
+        "print([one.value for one in linkweave.spawn(work, 2, args=(1,))])\n"
+    )
+    for how in (["-c", program], ["-"]):
+        done = subprocess.run(
+            [sys.executable, *how], input=program, capture_output=True, text=True, timeout=120
+        )
+        assert done.stdout == "[120.0, 120.0]\n", done.stderr
