@@ -53,6 +53,9 @@ class Communicator(Collectives):
         )  # fmt: skip
         self._calls.agree_on(Request("barrier", NOTHING))  # waits for all ranks
 
+    def __repr__(self) -> str:
+        return f"<Communicator: rank {self.rank} of {self.size} on {self.topology.name}>"
+
     @property
     def timeout(self) -> float:
         """Longest wait for a peer, in seconds."""

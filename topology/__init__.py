@@ -3,7 +3,7 @@
 from linkweave.topology.bounds import Bound, allreduce_bound, bound, reducing_bound
 from linkweave.topology.clusters import cluster
 from linkweave.topology.compare import compare
-from linkweave.topology.draw import draw
+from linkweave.topology.draw import draw, svg
 from linkweave.topology.errors import CollectiveError, TopologyError
 from linkweave.topology.link import GpuId, Link
 from linkweave.topology.loading import load
@@ -30,3 +30,5 @@ __all__ = [
     "reducing_bound",
     "to_nccl_xml",
 ]
+
+setattr(Topology, "_repr_svg_", svg)  # noqa: B010 - for notebooks; `draw` is made of Topologies

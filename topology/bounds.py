@@ -32,6 +32,7 @@ from functools import lru_cache
 from linkweave.topology.cuts import Cut, FlowNetwork
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.link import Link
+from linkweave.topology.loading import load
 from linkweave.topology.routes import Vertex
 from linkweave.topology.text import gpu_list, number, vertex
 from linkweave.topology.topology import Topology
@@ -89,13 +90,12 @@ class Bound:
         )
 
 
-def allreduce_bound(topology: Topology) -> float:
-    """The highest algbw that an all-reduce can reach, in bytes/s."""
+def allreduce_bound(topology: Topology | str) -> float:
+    """The highest algbw that an all-reduce can reach, in bytes/s; arguments as of `bound`."""
     return bound(topology, "allreduce").algbw
 
 
-@lru_cache(maxsize=64)
-def reducing_bound(topology: Topology) -> Bound | None:
+def reducing_bound(topology: Topology | str) -> Bound | None:
     """Bound the time of an all-reduce in which the topology's `reducing` switches take part.
 
     All N bytes of the result depend on every rank, so that N bytes must leave each proper subset of
@@ -103,8 +103,13 @@ def reducing_bound(topology: Topology) -> Bound | None:
     into such a switch, and sends and receives each byte once, this is reached. Between nodes of a
     cluster, whose switches do not reduce, the bound of an all-reduce of nodes holds as well.
     Multicast does not change the bounds of the other collectives. None if no switch of the fabric
-    reduces; raises as `bound`.
+    reduces; raises as `bound`. `topology` is a `Topology` or what `topology.load` takes.
     """
+    return _reducing_bound(load(topology))
+
+
+@lru_cache(maxsize=64)
+def _reducing_bound(topology: Topology) -> Bound | None:
     plain = bound(topology)
     reducing = {*topology.reducing}
     ends = {end for link in topology.fabric for end in (link.src, link.dst)}
@@ -125,13 +130,20 @@ def reducing_bound(topology: Topology) -> Bound | None:
     return _least(topology, "allreduce", found, reduced=True)
 
 
-@lru_cache(maxsize=1024)
-def bound(topology: Topology, collective: str = "allreduce", root: int | None = None) -> Bound:
+def bound(
+    topology: Topology | str, collective: str = "allreduce", root: int | None = None
+) -> Bound:
     """Bound the time of a collective on the topology's fabric.
 
     `root` is the rank that a broadcast starts from; without one, the bound holds for every root.
-    Raises TopologyError for an unknown collective, a wrong root, or GPUs that are not connected.
+    `topology` is a `Topology` or what `topology.load` takes, such as a machine's name. Raises
+    TopologyError for an unknown collective, a wrong root, or GPUs that are not connected.
     """
+    return _bound(load(topology), collective, root)
+
+
+@lru_cache(maxsize=1024)
+def _bound(topology: Topology, collective: str, root: int | None) -> Bound:
     if collective not in BOUNDED:
         raise TopologyError(f"no bound for {collective!r}; choose from {', '.join(BOUNDED)}")
     ranks = topology.gpus

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import io
 import math
 import os
 from collections import Counter
@@ -15,6 +16,7 @@ from linkweave.topology.clusters import nodes_of
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.layout import RADIUS, bend_through, lay_out
 from linkweave.topology.link import KINDS, Link
+from linkweave.topology.loading import load
 from linkweave.topology.parts import Arrow, Part, PlanLike, parts_of
 from linkweave.topology.routes import Vertex
 from linkweave.topology.text import cables, ranks
@@ -37,11 +39,12 @@ _Drawn = tuple[Arrow, int]  # with its part, or how many parts use it
 
 
 def draw(
-    topology: Topology, paths: Sequence[str | os.PathLike[str]], plan: PlanLike | None = None,
-    part: int | None = None, everything: bool = False,
+    topology: Topology | str, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    plan: PlanLike | None = None, part: int | None = None, everything: bool = False,
 ) -> None:  # fmt: skip
-    """Draw a machine, and a plan over its links, into .svg and .png files.
+    """Draw a machine, and a plan over its links, into a .svg or .png file, or several.
 
+    `topology` is a `Topology`, or what `topology.load` takes, such as a machine's name.
     `part` selects one tree, ring or phase of the plan, counted from 1. Without it all are drawn; if
     there are more than eight, lines show how many of them use each connection. Only the fabric is
     drawn (no PCIe if NVLinks connect all GPUs) unless `everything` is set. Without a plan, a
@@ -50,9 +53,35 @@ def draw(
     Raises TopologyError for another suffix, a part that the plan does not have, a plan for another
     number of GPUs, or more than 64 GPUs.
     """
-    for path in paths:
+    files = [paths] if isinstance(paths, str | os.PathLike) else paths
+    for path in files:
         if Path(path).suffix not in (".svg", ".png"):
             raise TopologyError(f"{os.fspath(path)}: can only draw to .svg and .png files")
+    figure = _figure(load(topology), plan, part, everything)
+    for path in files:
+        _save(figure, path, Path(path).suffix[1:])
+
+
+def svg(topology: Topology) -> str | None:
+    """The picture of a machine, as `draw` makes it; None if it makes none."""
+    text = io.StringIO()
+    try:
+        _save(_figure(topology, None, None, False), text, "svg")
+    except TopologyError:
+        return None
+    found = text.getvalue()
+    return found[found.index("<svg") :]
+
+
+def _save(figure: Any, where: Any, kind: str) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "linkweave"}):  # the same ids in every run
+        figure.savefig(where, format=kind, dpi=120, bbox_inches="tight", pad_inches=0.15,
+                       metadata={"Date": None} if kind == "svg" else None)  # fmt: skip
+
+
+def _figure(topology: Topology, plan: PlanLike | None, part: int | None, everything: bool) -> Any:
     parts = [] if plan is None else parts_of(plan, topology)
     if part is not None and not 1 <= part <= len(parts):
         what = f"parts 1 to {len(parts)}" if plan is not None else "no plan"
@@ -71,7 +100,6 @@ def draw(
             f"{topology.name} has {len(topology.gpus)} {topology.noun}s: at most {_CROWD} can be "
             "drawn"
         )
-    import matplotlib
     from matplotlib.figure import Figure  # not pyplot, which keeps its figures in global state
 
     figure = Figure()
@@ -84,11 +112,7 @@ def draw(
         picture.parts(shown)
     picture.vertices()
     figure.set_size_inches(picture.finish(title))
-    for path in paths:
-        kind = Path(path).suffix[1:]
-        with matplotlib.rc_context({"svg.hashsalt": "linkweave"}):  # the same ids in every run
-            figure.savefig(path, format=kind, dpi=120, bbox_inches="tight", pad_inches=0.15,
-                           metadata={"Date": None} if kind == "svg" else None)  # fmt: skip
+    return figure
 
 
 def _title(topology: Topology, links: Sequence[Link]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from linkweave.topology.graph import Graph
@@ -23,6 +24,15 @@ _CELLS = {
 }  # fmt: skip
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
             "eleven", "twelve")  # fmt: skip
+
+
+def html_table(title: str, rows: Mapping[str, str]) -> str:
+    """A table of facts for notebooks."""
+    cells = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+        for name, value in rows.items()
+    )
+    return f"<table><caption>{html.escape(title)}</caption>{cells}</table>"
 
 
 def number(n: int) -> str:

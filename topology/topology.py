@@ -11,7 +11,7 @@ from linkweave.topology.graph import Graph
 from linkweave.topology.json_reader import read_format, records
 from linkweave.topology.link import GpuId, Link
 from linkweave.topology.symmetry import mappings
-from linkweave.topology.text import describe
+from linkweave.topology.text import describe, summary
 from linkweave.topology.timings import Timing
 
 _FORMAT = "linkweave-topology"
@@ -104,3 +104,7 @@ class Topology(Graph):
 
     def __str__(self) -> str:
         return describe(self)
+
+    def __repr__(self) -> str:
+        """A line; `print` shows the links and bounds."""
+        return f"<Topology {summary(self)}>"

@@ -89,6 +89,9 @@ class Profile:
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
+    def __repr__(self) -> str:
+        return f"<Profile {self}>"
+
     def __str__(self) -> str:
         made = ", synthetic times" if self.synthetic else ""
         return (

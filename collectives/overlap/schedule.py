@@ -23,6 +23,7 @@ from linkweave.collectives.overlap.timeline import StepTimeline, timeline
 from linkweave.collectives.overlap.timing import timings_of
 from linkweave.topology.checks import integer, shown
 from linkweave.topology.json_reader import read_format
+from linkweave.topology.text import html_table
 
 T = TypeVar("T")
 _FORMAT = "linkweave-schedule"
@@ -136,6 +137,18 @@ class Schedule:
             f"{self.gap:.1%} above the lower bound ({max(LANES, self.lanes)} all-reduces at once)",
         ]
         return "\n".join([*words, *([self.note] if self.note else [])])
+
+    def __repr__(self) -> str:
+        """A line; `print` shows all communications, `explain` what they take."""
+        return (
+            f"<Schedule: {self.policy} for {self.profile.name}, {self.all_reduces} all-reduces"
+            f"{', chained' * self.chained}, {self.predicted_seconds * 1e3:.2f} ms an iteration>"
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what the policy does here, in numbers."""
+        lines = self.explain().splitlines()
+        return html_table(repr(self)[1:-1], {str(i): line for i, line in enumerate(lines, 1)})
 
     def __str__(self) -> str:
         lines = [f"{self.policy} for {self.profile.name}, {self.all_reduces} all-reduces"]

@@ -21,7 +21,7 @@ from linkweave.collectives.planning.planner import (
 )
 from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.collectives.planning.sparse_tree import Sparse, sparse_costs
-from linkweave.topology import Bound, Topology, Vertex, bound, reducing_bound
+from linkweave.topology import Bound, Topology, Vertex, bound, load, reducing_bound
 from linkweave.topology.checks import integer
 from linkweave.topology.timings import measured_seconds
 
@@ -141,8 +141,9 @@ def size_text(nbytes: int) -> str:
 
 
 def explain(
-    topology: Topology, nbytes: int, k: int | None = None, algorithms: Sequence[Named] | None = None
-) -> Explanation:
+    topology: Topology | str, nbytes: int, k: int | None = None,
+    algorithms: Sequence[Named] | None = None,
+) -> Explanation:  # fmt: skip
     """Compare all-reduce algorithms for a message of `nbytes`, and explain the choice.
 
     `algorithms` are names or functions to compare with the choice of `auto`, by default all. With
@@ -151,6 +152,7 @@ def explain(
     """
     if k is not None:
         k = integer(k, "k", 0, nbytes // 4, PlanError)
+    topology = load(topology)
     best = bound(topology)
     choice = plan_allreduce(topology, nbytes).algorithm
     rows, refused = [], []

@@ -27,6 +27,7 @@ from linkweave.collectives.planning.layout import block_table, chunk_bytes
 from linkweave.topology import Vertex
 from linkweave.topology.checks import integer, shown
 from linkweave.topology.json_reader import read_format
+from linkweave.topology.text import html_table
 
 _PLAIN = ("algorithm", "collective", "size", "num_chunks", "stride", "slots", "exclusive")
 """The fields of a plan that JSON holds as they are."""
@@ -147,6 +148,29 @@ class Plan:
                 f"{self.num_chunks} in groups of {self.stride}"
             )
 
+    def __repr__(self) -> str:
+        """A line; `print` shows all steps."""
+        return f"<Plan: {self._first_line}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what the plan is made of, without its steps."""
+        return html_table(f"Plan: {self._first_line}", {
+            **{f"tree {i}": f"root {tree.root}, depth {tree.depth}"
+               for i, tree in enumerate(self.trees)},
+            **{f"detour {a} - {b}": f"over {', '.join(map(str, via))}"
+               for a, *via, b in self.detours},
+            "tracks": str(len(self.tracks)), "connections": str(len(self.connections)),
+            **{f"note {i}": note for i, note in enumerate(self.notes, 1)},
+        })  # fmt: skip
+
+    @property
+    def _first_line(self) -> str:
+        return (
+            f"{self.collective} by {self.algorithm}: {self.size} ranks, {self.num_chunks} chunks "
+            f"in groups of {self.stride}, {self.slots} slots a connection, "
+            + ("exclusive links" if self.exclusive else "shared links")
+        )
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.algorithm, self.size, self.tracks))
@@ -241,11 +265,7 @@ class Plan:
         return f"{word:<11} peer {peers:<9} chunk +{step.chunk}{slot}"
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.collective} by {self.algorithm}: {self.size} ranks, {self.num_chunks} chunks "
-            f"in groups of {self.stride}, {self.slots} slots a connection, "
-            + ("exclusive links" if self.exclusive else "shared links")
-        ]
+        lines = [self._first_line]
         for i, tree in enumerate(self.trees):
             lines.append(f"tree {i}: root {tree.root}, depth {tree.depth}, parents {tree.parent}")
         lines += [

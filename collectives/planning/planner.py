@@ -31,7 +31,7 @@ from linkweave.collectives.planning.lower import (
 from linkweave.collectives.planning.plan import MOST_BYTES, MOST_CELLS, Plan
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import check_form, shortened, verify
-from linkweave.topology import Topology
+from linkweave.topology import Topology, load
 from linkweave.topology.checks import integer
 from linkweave.topology.timings import measured_seconds
 
@@ -265,10 +265,11 @@ def ranked(
 
 
 def plan_allreduce(
-    topology: Topology, nbytes: int, algorithm: Named = "auto", num_chunks: int | None = None
+    topology: Topology | str, nbytes: int, algorithm: Named = "auto", num_chunks: int | None = None
 ) -> Plan:
     """Return a verified all-reduce plan for a message of `nbytes` on this topology.
 
+    `topology` is a `Topology`, or what `topology.load` takes, such as a machine's name.
     `algorithm` is a name, or a function of a topology that returns an `Algorithm`
     (`planning.algorithms` has examples). `num_chunks` is the total over all trees; by default the
     cost model chooses it. The result is cached and depends only on the arguments and on
@@ -279,8 +280,8 @@ def plan_allreduce(
 
 
 def plan_collective(
-    collective: str, topology: Topology, nbytes: int, root: Root = 0, algorithm: Named = "auto",
-    num_chunks: int | None = None, queued: bool = False,
+    collective: str, topology: Topology | str, nbytes: int, root: Root = 0,
+    algorithm: Named = "auto", num_chunks: int | None = None, queued: bool = False,
 ) -> Plan:  # fmt: skip
     """Return a verified plan of any collective in `planning.collective`, as `plan_allreduce` does.
 
@@ -290,6 +291,7 @@ def plan_collective(
     root, or the pairs of a sendrecv. `queued`: see `choose`. The number of chunks is chosen for a
     class of sizes (`size_class`). Raises PlanError.
     """
+    topology = load(topology)
     nbytes = integer(nbytes, "nbytes", 0, MOST_BYTES, PlanError)
     size = len(topology.gpus)
     root = check(collective, size, root)

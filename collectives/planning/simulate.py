@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.plan import MOST_BYTES, Op, Plan
 from linkweave.kernels.plan.timeline import compiled_play, play
-from linkweave.topology import Topology, Vertex
+from linkweave.topology import Topology, Vertex, load
 from linkweave.topology.checks import integer
+from linkweave.topology.text import html_table
 
 _MOST_SENDS = 1 << 25  # which fill a gigabyte with results
 _ROUNDING = 1e-9
@@ -48,6 +49,20 @@ class Timeline:
     busy: dict[tuple[Vertex, Vertex], float] = field(repr=False)
     rows: tuple[NDArray[Any], ...] = field(repr=False, compare=False)
     """One array for each field of `Send`, in the order in which the sends start."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<Timeline: {self.plan.collective} of {self.nbytes} bytes by {self.plan.algorithm} on "
+            f"{self.plan.size} ranks, {self.seconds * 1e6:.1f} us, {self.algbw / 1e9:.2f} GB/s>"
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the figures, and the links that are busy longest."""
+        links = sorted(self.utilisation.items(), key=lambda link: -link[1])[:5]
+        return html_table(repr(self)[1:-1], {
+            "first chunk ready": f"{self.first_chunk_seconds * 1e6:.1f} us",
+            **{f"link {a} to {b}": f"busy {share:.0%}" for (a, b), share in links},
+        })  # fmt: skip
 
     @cached_property
     def sends(self) -> tuple[Send, ...]:
@@ -92,7 +107,9 @@ class Timeline:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
-def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None = None) -> Timeline:
+def simulate(
+    plan: Plan, topology: Topology | str, nbytes: int, alpha_s: float | None = None
+) -> Timeline:
     """Simulate a verified plan for a message of `nbytes`.
 
     A send starts when its track and one strand (`Link.parallel`) of every link on its path are
@@ -109,7 +126,7 @@ def simulate(plan: Plan, topology: Topology, nbytes: int, alpha_s: float | None 
     many sends, or if the topology lacks a link.
     """
     nbytes = integer(nbytes, "nbytes", 0, MOST_BYTES, PlanError)
-    return _simulate(plan, topology, nbytes, alpha_s)
+    return _simulate(plan, load(topology), nbytes, alpha_s)
 
 
 def group_sends(plan: Plan, topology: Topology) -> int:

@@ -9,12 +9,12 @@ from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.dataflow import origins, pushed, pushes, step_id
 from linkweave.collectives.planning.plan import MOST_CHANNELS, Op, Plan, Step
 from linkweave.collectives.planning.walk import Visit, walk
-from linkweave.topology import Topology
+from linkweave.topology import Topology, load
 
 _FEW = 8  # slots
 
 
-def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
+def verify(plan: Plan, topology: Topology | str, expand: bool = False) -> None:
     """Raise PlanError unless the plan is right on this topology.
 
     1. Contributions: every rank ends with exactly what the collective promises it
@@ -44,7 +44,7 @@ def verify(plan: Plan, topology: Topology, expand: bool = False) -> None:
     (`repeats`).
     """
     check_form(plan)
-    check_links(plan, topology)
+    check_links(plan, load(topology))
     prove(plan, expand)
 
 

@@ -50,13 +50,16 @@ def nothing_left() -> Iterator[None]:
     assert collectives.spawn(total, 3) == [3.0] * 3
 
 
-def test_a_program_from_stdin_beside_a_thread_is_told_why_ranks_cannot_start() -> None:
-    code = (
+def test_a_program_without_a_guard_beside_a_thread_is_told_why_ranks_cannot_start(
+    tmp_path: Path,
+) -> None:
+    code = tmp_path / "program.py"
+    code.write_text(
         "import threading, time, linkweave\n"
         "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
         "linkweave.spawn(print, 1)\n"
     )
-    done = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=280,
+    done = subprocess.run([sys.executable, str(code)], capture_output=True, text=True, timeout=280,
                           env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
                           check=False)  # fmt: skip
     last = done.stderr.splitlines()[-1]
