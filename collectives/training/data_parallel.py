@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap import POLICIES, MeasuredStep, Schedule
+from linkweave.collectives.overlap import POLICIES, MeasuredStep, Schedule, StepTimeline
 from linkweave.collectives.training.admission import (
     compare_exchanges,
     copy_from_rank_0,
@@ -332,14 +332,40 @@ class DataParallel(nn.Module):
 
         Raises CollectiveError as long as no step of the schedule is complete.
         """
+        Path(path).write_text(MeasuredStep(*self._measured_step()).to_json())
+
+    def metrics(self) -> dict[str, float]:
+        """The last complete step of this rank that was recorded, in numbers for a dashboard.
+
+        step_s: its seconds, of which compute_s are the passes and exposed_s what no pass hides:
+            waiting for communication, the optimizer and the loop's own work.
+        communication_s: in which something was on its way; hidden_s: of these, beside the passes.
+        nbytes: of the gradients; algbw: these by communication_s; all_reduces: how many there were.
+        predicted_s: the schedule's own step. chained: 1.0 or 0.0.
+
+        The policy's name is `program.policy`. Raises as `save_step`.
+        """
+        schedule, line = self._measured_step()
+        sends = _union(line.sends)
+        communication = sum(end - start for start, end in sends)
+        hidden = _common(sends, _union((*line.backward, *line.forward)))
+        nbytes = schedule.profile.nbytes
+        return {
+            "step_s": line.seconds, "compute_s": line.seconds - line.exposed_s,
+            "exposed_s": line.exposed_s, "communication_s": communication, "hidden_s": hidden,
+            "nbytes": float(nbytes), "all_reduces": float(schedule.all_reduces),
+            "algbw": nbytes / communication if communication else 0.0,
+            "predicted_s": schedule.predicted_seconds, "chained": float(schedule.chained),
+        }  # fmt: skip
+
+    def _measured_step(self) -> tuple[Schedule, StepTimeline]:
         record, schedule, engine = self.last_step, self.schedule, self._engine
         if record is None or record.forward_end is None or schedule is None or engine is None:
             raise CollectiveError(
                 "no step of a schedule has been recorded: call record_steps(), and train a few "
                 "steps more"
             )
-        line = timeline_of(record, engine.program, engine.moments.clock)
-        Path(path).write_text(MeasuredStep(schedule, line).to_json())
+        return schedule, timeline_of(record, engine.program, engine.moments.clock)
 
     def __getattr__(self, name: str) -> Any:
         """What it lacks is the module's, such as its layers."""
@@ -436,6 +462,25 @@ class DataParallel(nn.Module):
         except CollectiveError:
             if error is None:  # else the caller's own is the one to raise
                 raise
+
+
+Spans = list[tuple[float, float]]
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> Spans:
+    """The times that lie in any of the spans, in order."""
+    found: Spans = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def _common(some: Spans, others: Spans) -> float:
+    """The seconds that lie in both."""
+    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in some for c, d in others)
 
 
 def _copy_of(module: nn.Module, training: bool, end: str) -> DataParallel:

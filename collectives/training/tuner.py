@@ -68,6 +68,7 @@ class Tuner:
     def __init__(self, schedule: str | Schedule, engine: Engine, chains: bool) -> None:
         self._engine, self._chains = engine, chains and not engine.exchange.whole
         self._last: StepRecord | None = None
+        self._tried: list[tuple[Schedule, float]] = []  # finalists and the seconds of their steps
         self.schedule: Schedule | None = None
         """What is carried out, with its predictions; None while times are being measured."""
         self._going: Generator[None, StepRecord | None, None] | None = None
@@ -123,12 +124,15 @@ class Tuner:
             self._tell(best, profile, network)
 
     def _tell(self, best: Schedule, profile: Profile, network: Network) -> None:
-        """Log what "auto" keeps, and what chaining would save."""
+        """Log what "auto" keeps and gains over DDP's buckets, and what chaining would save."""
         ddp = plan(profile, network, "ddp").predicted_seconds
+        mine = next((seconds for one, seconds in self._tried if one is best), None)
+        theirs = next((seconds for one, seconds in self._tried if one.policy == "ddp"), None)
+        measured = f", measured {theirs / mine:.2f}" if mine and theirs else ""
         log.info(
-            "auto keeps %s%s, %d all-reduces: %.4g s a step predicted, DDP's buckets %.4g",
-            best.policy, ", chained" * best.chained, len(best.communications),
-            best.predicted_seconds, ddp,
+            "auto keeps %s%s, %d all-reduces: %.4g s a step predicted, %.2f times as fast as DDP's "
+            "buckets%s", best.policy, ", chained" * best.chained, len(best.communications),
+            best.predicted_seconds, ddp / best.predicted_seconds, measured,
         )  # fmt: skip
         if not (self._chains or self._engine.exchange.whole or self._engine.fault_of_chaining()):
             saved = (
@@ -165,11 +169,12 @@ class Tuner:
                 records = yield from self._steps(TRIED - 1, 1)
                 times[number].append(self._pace(records))
             left = sorted(left, key=lambda number: median(times[number]))[:count]
+        self._tried = [*zip(tried, map(median, times), strict=True)]
         if self._engine.transport.rank == 0:
-            for one, found in zip(tried, times, strict=True):
+            for one, seconds in self._tried:
                 log.info(
                     "auto tried %s%s, %d all-reduces: %.4g s a step, predicted %.4g", one.policy,
-                    ", chained" * one.chained, len(one.communications), median(found),
+                    ", chained" * one.chained, len(one.communications), seconds,
                     one.predicted_seconds,
                 )  # fmt: skip
         return tried[left[0]]

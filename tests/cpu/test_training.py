@@ -27,7 +27,7 @@ from training_models import (
 )
 
 from linkweave import collectives
-from linkweave.collectives import DataParallel, overlap
+from linkweave.collectives import CollectiveError, DataParallel, overlap
 from linkweave.collectives.overlap import Schedule
 from linkweave.collectives.training import tuner
 
@@ -245,9 +245,18 @@ def of_overlap_measure(rank: int) -> None:
     schedule = Schedule.from_json(of_rank_0(schedule.to_json()))
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer, schedule=schedule)
+    with pytest.raises(CollectiveError, match="no step of a schedule has been recorded"):
+        model.metrics()
     model.record_steps()
     train("transformer", model, optimizer, range(3), rank, 2)
     assert model.schedule is schedule
+    told = model.metrics()
+    assert told["compute_s"] + told["exposed_s"] == pytest.approx(told["step_s"])
+    assert 0 <= told["hidden_s"] <= told["communication_s"] <= told["step_s"]
+    assert told["communication_s"] - told["hidden_s"] <= told["exposed_s"] + 1e-9
+    assert told["nbytes"] == schedule.profile.nbytes == told["algbw"] * told["communication_s"]
+    assert told["all_reduces"] == schedule.all_reduces and told["chained"] == 0
+    assert told["predicted_s"] == schedule.predicted_seconds
     assert wrong_order(model) == []
     assert apart(model.state_dict(), alone("transformer", "sgd", 3, 2)) < 1e-12
     model.close()
