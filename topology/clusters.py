@@ -25,7 +25,7 @@ from linkweave.topology.machines import MAX_N, both, ordered
 from linkweave.topology.routes import Vertex, groups
 from linkweave.topology.topology import Topology
 
-_HEAD = re.compile(r"(\d{1,6})\s*[x*]\s*([^\s=]+)\s*(.*)", re.IGNORECASE | re.DOTALL)
+_HEAD = re.compile(r"(\d{1,18})\s*[x*]\s*([^\s=]+)\s*(.*)", re.IGNORECASE | re.DOTALL)
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GB/s|Gb/s|Gbit/s)")
 _KEYS = ("nics", "nic", "leaf", "oversubscription", "latency")
 
@@ -34,7 +34,7 @@ def cluster(
     machine: Topology,
     nodes: int,
     nics: str = "rail",
-    nic: int = 2 * speeds.NETWORK,
+    nic: int | None = None,
     leaf: int | None = None,
     oversubscription: Fraction | int = 1,
     latency_us: float = 5.0,
@@ -44,9 +44,10 @@ def cluster(
 
     The g-th GPU of node i gets the number i * (GPUs of a node) + g, and its switch s the name
     "node{i}.s". `nic` is the bandwidth of a NIC in bytes/s each way, unless the machine's file
-    tells it. `leaf` is the number of nodes on a leaf switch. Raises TopologyError for arguments
-    that make no sense and for more than 4,096 GPUs.
+    tells it; by default 24 GB/s (200 Gbit/s) are assumed. `leaf` is the number of nodes on a leaf
+    switch. Raises TopologyError for arguments that make no sense and for more than 4,096 GPUs.
     """
+    assumed, nic = nic is None, 2 * speeds.NETWORK if nic is None else nic
     size = len(machine.gpus)
     if not nodes >= 1 or nodes * size > MAX_N:
         raise TopologyError(
@@ -65,6 +66,9 @@ def cluster(
     if leaf is None and oversubscription != 1:
         raise TopologyError("oversubscription is of the leaves' uplinks: give leaf as well")
     inner, ports = _node(machine, nics, nic, latency_us)
+    assumptions = machine.assumptions
+    if assumed and nodes > 1 and not any(k.kind == "network" for k in machine.links):
+        assumptions += (f"NICs of {nic / speeds.GB:g} GB/s: nic= tells others",)
     index = {g: i for i, g in enumerate(machine.gpus)}
     links: list[Link] = []
     for i in range(nodes):
@@ -90,7 +94,7 @@ def cluster(
         name or f"{nodes} x {machine.name}",
         tuple(range(nodes * size)),
         ordered(links if nodes > 1 else [k for k in links if k.kind != "network"]),
-        machine.assumptions,
+        assumptions,
         reducing=tuple(f"node{i}.{switch}" for i in range(nodes) for switch in machine.reducing),
     )
 
@@ -177,7 +181,7 @@ def parse_cluster(
         load(head[2]),
         int(head[1]),
         nics=given.get("nics", "rail"),
-        nic=_rate(given.get("nic", "24GB/s"), where),
+        nic=_rate(given["nic"], where) if "nic" in given else None,
         leaf=_whole(given["leaf"], where) if "leaf" in given else None,
         oversubscription=_ratio(given.get("oversubscription", "1"), where),
         latency_us=_microseconds(given.get("latency", "5us"), where),

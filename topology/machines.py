@@ -119,6 +119,7 @@ _SWITCHED = {
     "dgx-h100": (8, 18, speeds.NVLINK),
     "dgx-h200": (8, 18, speeds.NVLINK),
     "dgx-b200": (8, 18, speeds.nvlink(100)),
+    "gb200-nvl72": (72, 18, speeds.nvlink(100)),  # of 18 boards, with 4 GPUs each
 }
 """GPUs; NVLinks of each GPU into NVSwitch; bytes/s of a link."""
 
@@ -183,6 +184,21 @@ _SIZED: dict[str, Callable[[int], Topology]] = {
     "mesh": mesh, "ring": ring, "pcie": pcie, "cpu": cpu,
 }  # fmt: skip
 
+CLOUD = {
+    "p3.16xlarge": ("dgx1-v100", "AWS"), "p3dn.24xlarge": ("dgx1-v100", "AWS"),
+    "p4d.24xlarge": ("dgx-a100", "AWS"), "p4de.24xlarge": ("dgx-a100", "AWS"),
+    "p5.48xlarge": ("dgx-h100", "AWS"), "p5e.48xlarge": ("dgx-h200", "AWS"),
+    "p5en.48xlarge": ("dgx-h200", "AWS"), "p6-b200.48xlarge": ("dgx-b200", "AWS"),
+    "nd40rs_v2": ("dgx1-v100", "Azure"), "nd96asr_v4": ("dgx-a100", "Azure"),
+    "nd96amsr_a100_v4": ("dgx-a100", "Azure"), "nd96isr_h100_v5": ("dgx-h100", "Azure"),
+    "nd96isr_h200_v5": ("dgx-h200", "Azure"), "a2-highgpu-8g": ("dgx-a100", "Google Cloud"),
+    "a2-ultragpu-8g": ("dgx-a100", "Google Cloud"), "a3-highgpu-8g": ("dgx-h100", "Google Cloud"),
+    "a3-megagpu-8g": ("dgx-h100", "Google Cloud"), "a3-ultragpu-8g": ("dgx-h200", "Google Cloud"),
+    "a4-highgpu-8g": ("dgx-b200", "Google Cloud"),
+}  # fmt: skip
+"""Machines to rent whose GPUs are joined as those of a machine here, by the providers' lists of
+instance types: eight of a kind, by NVLinks from V100 to V100 or by NVSwitch."""
+
 NAMES = (*_FIXED, *(f"{family}-N" for family in _SIZED))
 
 
@@ -191,6 +207,11 @@ def machine(name: str) -> Topology | None:
     """The machine of that name; None for other text, TopologyError for a size out of range."""
     if name in _FIXED:
         return _FIXED[name]()
+    if (plain := name.lower().removeprefix("standard_")) in CLOUD:
+        like, provider = CLOUD[plain]
+        made = _FIXED[like]()
+        told = f"GPUs joined as in {like}, by {provider}'s list of instance types; its NICs apart"
+        return replace(made, name=name, assumptions=(*made.assumptions, told))
     found = re.fullmatch(r"(\w+)-(-?\d{1,18})", name)
     if not found or found[1] not in _SIZED:
         return None

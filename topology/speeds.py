@@ -23,10 +23,12 @@ _NVLINK = {
     100: 50 * GB,  # B200, GB200, NVLink 5
 }
 _MODELS = (  # of nvidia-smi -L and NVML; the first that fits
-    (r"\bP100\b", 60), (r"\bV100S?\b|Titan V\b", 70), (r"\bT4\b|RTX 20\d0|Quadro RTX", 75),
-    (r"\b(A100|A800|A30)\b", 80), (r"\b(A40|A10|RTX A\d000|RTX 30\d0)\b", 86),
-    (r"\b(L40S?|L4|L20|RTX 40\d0|RTX \d000 Ada)\b", 89), (r"\bG?(H100|H800|H200|H20)\b", 90),
-    (r"\bG?(B100|B200|B300)\b", 100), (r"\bRTX (PRO|50\d0)\b", 120),
+    (r"\bP100\b", 60), (r"\bV100S?\b|Titan V\b", 70),
+    (r"\bT4\b|\b(RTX ?)?20[6-8]0\b|Quadro RTX", 75), (r"\b(A100|A800|A30)\b", 80),
+    (r"\b(A40|A10|RTX A\d000|(RTX ?)?30[5-9]0)\b", 86),
+    (r"\b(L40S?|L4|L20|(RTX ?)?40[5-9]0|RTX \d000 Ada)\b", 89),
+    (r"\bG?(H100|H800|H200|H20)\b", 90), (r"\bG?(B100|B200|B300)\b", 100),
+    (r"\b(RTX PRO|(RTX ?)?50[5-9]0)\b", 120),
 )  # fmt: skip
 _PCIE_OF = {60: 3, 80: 4, 90: 5}  # PCIe generation of GPUs of this compute capability and later
 MOST_NVLINKS = 18  # of any GPU so far
@@ -75,7 +77,7 @@ def known_model(model: str) -> int:
     if not (sm := compute_capability(model)):
         raise TopologyError(
             f"unknown GPU model {model[:80]!r}: name it as nvidia-smi -L does, such as v100, a100, "
-            "h100, h200, b200, b300 or rtx 4090"
+            "h100, h200, b200, b300, rtx 4090 or rtx 5090"
         )
     return sm
 

@@ -32,7 +32,8 @@ from linkweave.collectives import CollectiveError
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None,
-    pretty_exceptions_enable=False, context_settings={"max_content_width": 100},
+    pretty_exceptions_enable=False,
+    context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
     help="Plan collectives for the links a machine has: look at it, plan, simulate, measure.",
 )  # fmt: skip
 for command in (*commands.COMMANDS, compare.compare):
@@ -120,9 +121,17 @@ def main() -> None:
         signal.signal(signal.SIGINT, end_at_once)
     try:
         app(standalone_mode=True)
-    except (CollectiveError, OSError) as error:
-        print(f"linkweave: {error}", file=sys.stderr)
+    except (CollectiveError, OSError, MemoryError) as error:
+        print(f"linkweave: {_words(error)}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    if isinstance(error, MemoryError):
+        return f"not enough memory{f': {error}' if str(error) else ''}"
+    return str(error)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,10 @@ class Profile:
         """Read rows of name, nbytes, forward_s, backward_s after a header. Raises
         CollectiveError."""
         try:
-            return Profile(_layers(csv.DictReader(io.StringIO(text, newline=None))), name)
+            rows = csv.DictReader(io.StringIO(text, newline=None))
+            if not {*_FIELDS} & {*(rows.fieldnames or ())}:
+                raise CollectiveError(f"a profile in CSV begins with {','.join(_FIELDS)}")
+            return Profile(_layers(rows), name)
         except csv.Error as error:
             raise CollectiveError(f"a profile in CSV is needed: {error}") from None
 
@@ -242,6 +245,9 @@ def load(spec: str) -> Profile:
         raise CollectiveError(
             f"{shown(spec)} is neither a file nor a model; models: {', '.join(_models())}"
         ) from None
-    if text.lstrip().startswith(("{", "[")):
-        return Profile.from_json(text)
-    return Profile.from_csv(text, path.stem)
+    try:
+        if text.lstrip().startswith(("{", "[")):
+            return Profile.from_json(text)
+        return Profile.from_csv(text, path.stem)
+    except CollectiveError as error:
+        raise CollectiveError(f"{spec}: {error}") from None

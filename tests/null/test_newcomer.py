@@ -1,0 +1,74 @@
+"""What a newcomer types, and is told in a line."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from linkweave import topology
+from linkweave.bench.command import cli
+from linkweave.topology import TopologyError, machines
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train-trace", "nosuch.json"], "linkweave: nosuch.json: no such file or directory"),
+        (["bench", "compare", "nosuch.json", "x.json"], "linkweave: nosuch.json: no such file"),
+        (["schedule", "--profile", "/etc/passwd"],
+         "linkweave: /etc/passwd: a profile in CSV begins with name,nbytes,forward_s,backward_s"),
+        (["topo", "1000000 x dgx-a100"], "linkweave: 1000000 nodes of dgx-a100 with 8 GPUs each"),
+        (["bench", "topk", "-m", "99999999999999"], "linkweave: not enough memory"),
+    ],
+)  # fmt: skip
+def test_an_error_is_a_line(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["linkweave", *words])
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(said) and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["-h"], ["topo", "-h"], ["bench", "-h"], ["bench", "topk", "-h"]]
+)
+def test_help_is_short(words: list[str]) -> None:
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 0 and done.stdout.lstrip().startswith("Usage: ")
+
+
+@pytest.mark.parametrize("name", [*machines.CLOUD, "Standard_ND96asr_v4"])
+def test_rented_machines_have_names(name: str) -> None:
+    made = topology.load(name)
+    like, provider = machines.CLOUD[name.lower().removeprefix("standard_")]
+    assert made.name == name and made.links == topology.load(like).links
+    assert any(provider in told and "NICs apart" in told for told in made.assumptions)
+    assert topology.load(f"2 x {name}").gpus == tuple(range(16))
+
+
+def test_a_rack_of_72() -> None:
+    rack = topology.load("gb200-nvl72")
+    assert len(rack.gpus) == 72 and rack.reducing == ("nvswitch",)
+    assert topology.allreduce_bound(rack) == pytest.approx(900e9 * 72 / (2 * 71))
+
+
+@pytest.mark.parametrize(
+    ("model", "sm"), [("rtx5090", 120), ("5090", 120), ("RTX 5080", 120), ("rtx4090", 89),
+                      ("4090", 89), ("RTX3090", 86), ("2080", 75)],
+)  # fmt: skip
+def test_cards_are_known_as_people_write_them(model: str, sm: int) -> None:
+    assert topology.speeds.known_model(model) == sm
+
+
+def test_what_is_assumed_of_nics_is_told() -> None:
+    assert any("NICs of 24 GB/s" in told for told in topology.load("2 x dgx-h100").assumptions)
+    for text in ("2 x dgx-h100 nic=50GB/s", "1 x dgx-h100"):
+        assert not any("NICs" in told for told in topology.load(text).assumptions)
+    with pytest.raises(TopologyError, match="from 1 node to 4096 GPUs"):
+        topology.load("1000000 x dgx-a100")
