@@ -96,7 +96,12 @@ def __getattr__(name: str) -> Any:
         return function
     if name not in _LAZY:
         raise AttributeError(f"module 'linkweave.collectives' has no attribute {name!r}")
-    return getattr(import_module(f"linkweave.collectives.{_LAZY[name]}"), name)
+    try:
+        return getattr(import_module(f"linkweave.collectives.{_LAZY[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"linkweave.{name} needs torch: pip install torch==2.13.0") from None
 
 
 def _of_default(name: str) -> Callable[..., Any]:

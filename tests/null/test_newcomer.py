@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -72,3 +73,34 @@ def test_what_is_assumed_of_nics_is_told() -> None:
         assert not any("NICs" in told for told in topology.load(text).assumptions)
     with pytest.raises(TopologyError, match="from 1 node to 4096 GPUs"):
         topology.load("1000000 x dgx-a100")
+
+
+NO_TORCH = """
+import sys
+import builtins
+real = builtins.__import__
+def without(name, *args, **kwargs):
+    if name.split(".")[0] == "torch":
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    return real(name, *args, **kwargs)
+builtins.__import__ = without
+"""
+
+
+@pytest.mark.parametrize("words", ["train", "gtopk", "convergence", "embedding", "steps"])
+def test_a_command_without_torch_says_what_to_install(words: str) -> None:
+    code = (
+        f"{NO_TORCH}\nsys.argv = ['linkweave', 'bench', {words!r}]\n"
+        "from linkweave.bench.command.cli import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "needs torch" in done.stderr and "pip install torch==2.13.0" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_name_without_torch_says_what_to_install() -> None:
+    code = f"{NO_TORCH}\nimport linkweave\nlinkweave.DataParallel"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    last = done.stderr.splitlines()[-1]
+    assert last == "ImportError: linkweave.DataParallel needs torch: pip install torch==2.13.0"
