@@ -23,6 +23,7 @@ from linkweave.bench.command import (
     simulate,
     topo,
     verify,
+    view,
     what_if,
 )
 from linkweave.bench.command.options import INSTALL, JsonOption, RanksOption, install, writable
@@ -40,8 +41,9 @@ for command in (*commands.COMMANDS, compare.compare):
     bench.command()(command)
 app.add_typer(bench, name="bench")
 for command in (
-    topo.topo, plans.plan, verify.verify, judge.judge, judge.nccl_tuner, simulate.simulate,
-    what_if.what_if, predict.predict, schedule.schedule, schedule.train_trace, reproduce.reproduce,
+    topo.topo, view.view, plans.plan, verify.verify, judge.judge, judge.nccl_tuner,
+    simulate.simulate, what_if.what_if, predict.predict, schedule.schedule, schedule.train_trace,
+    reproduce.reproduce,
 ):  # fmt: skip
     app.command()(command)
 
