@@ -41,7 +41,14 @@ def read_plans(
     """Read a plan of MSCCL++ as it is; or one of ours, or the rings and chains of NCCL or RCCL, as
     all-reduces of so many bytes, verified on the machine. Raises CollectiveError."""
     text = read(str(path))
-    return mscclpp.read(text) if mscclpp.is_plan(text) else plans_in(text, path, machine, nbytes)
+    try:
+        if mscclpp.is_plan(text):
+            return mscclpp.read(text)
+        return plans_in(text, path, machine, nbytes)
+    except CollectiveError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from None
 
 
 def plans_in(text: str, path: Path, machine: Topology, nbytes: int = LARGE) -> list[Plan]:
@@ -182,7 +189,7 @@ def write_for(engine: str, path: Path, made: Plan, machine: Topology, nbytes: in
         count = len(graphs[0].channels)
         what = f"{count} channel{'s'[: count != 1]} of {graphs[0].speed:g} GB/s"
         if any(graphs[0].nets):
-            what += f" in a node and {graphs[0].net_speed:g} GB/s between nodes, the same for each"
+            what += ", the same for each node"
         trees = ", for its trees" if len(graphs) == 1 else ""
         return f"{path}: {what}{trees}, for NCCL_GRAPH_FILE; NCCL sizes its own chunks"
     if engine == "rccl":

@@ -10,6 +10,7 @@ GPUs of the chains by trees of its own.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from itertools import pairwise
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.embed import Embedding
 from linkweave.collectives.planning.algorithms.over_trees import over_trees
-from linkweave.collectives.planning.algorithms.rings import Ring, ring_of
+from linkweave.collectives.planning.algorithms.rings import Ring, over_nics, ring_of
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.planning.plan import Plan
@@ -88,46 +89,28 @@ class Graph:
         """The rings through all nodes, as ranks."""
         if self.kind != RING:
             raise PlanError(f"between nodes NCCL makes its own of a {KINDS[self.kind]}: no plan")
-        local = list(range(len(nodes[0])))
-        if any(
-            len(node) != len(local) or sorted(c) != local for node in nodes for c in self.channels
-        ):
-            raise PlanError(
-                f"the graph is of GPUs {', '.join(map(str, sorted(self.channels[0])))} of each "
-                f"node; {topology.name} has nodes of {sorted({len(node) for node in nodes})}"
-            )
+        local = _local(nodes, topology)
+        gpu = [{local[g]: g for g in node} for node in nodes]
+        for channel in self.channels:
+            if any(sorted(channel) != sorted(known) for known in gpu):
+                raise PlanError(
+                    f"the graph is of GPUs {', '.join(map(str, sorted(channel)))} of each node; a "
+                    f"node of {topology.name} has {', '.join(map(str, sorted(gpu[0])))}"
+                )
         paired = self.cross_nic == 2 and len(self.channels) % 2 == 0
         rank_of, found = {g: r for r, g in enumerate(topology.gpus)}, []
         for c in range(len(self.channels)):
-            ring: list[int] = []
-            nets = []
-            for i, node in enumerate(nodes):
-                at = c ^ 1 if paired and i % 2 else c
-                ring += [node[g] for g in self.channels[at]]
-                nets.append(self.nets[at] if at < len(self.nets) else ())
-            _check_nets(c, ring, nets, nodes, topology)
-            found.append(tuple(rank_of[g] for g in ring))
+            at = [c ^ 1 if paired and i % 2 else c for i in range(len(nodes))]
+            parts = [[known[g] for g in self.channels[n]] for known, n in zip(gpu, at, strict=True)]
+            told = [self.nets[n] if n < len(self.nets) else () for n in at]
+            for nets, taken in zip(told, _nics_of(parts, c, topology), strict=True):
+                if nets and tuple(nets) != taken:
+                    raise PlanError(
+                        f"channel {c} enters a node by NIC {nets[0]} and leaves it by {nets[-1]}; "
+                        f"linkweave's paths on {topology.name} do so by {taken[0]} and {taken[1]}"
+                    )
+            found.append(tuple(rank_of[g] for part in parts for g in part))
         return found
-
-
-def _check_nets(
-    c: int, ring: Sequence[int], nets: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]],
-    topology: Topology,
-) -> None:  # fmt: skip
-    """Raise PlanError if our paths between nodes take other NICs than the file's."""
-    size = len(nodes[0])
-    for i, told in enumerate(nets):
-        last, first = ring[(i + 1) * size - 1], ring[(i + 1) * size % len(ring)]
-        following = nets[(i + 1) % len(nets)]
-        for side, (wanted, taken) in enumerate(
-            zip((told[-1:], following[:1]), _nics(last, first, topology), strict=True)
-        ):
-            if wanted and wanted[0] != taken:
-                raise PlanError(
-                    f"channel {c} {'enters' if side else 'leaves'} a node by NIC {wanted[0]}; from "
-                    f"GPU {last} to {first} of {topology.name} linkweave knows the path by NIC "
-                    f"{taken} only"
-                )
 
 
 def is_graph(text: str) -> bool:
@@ -191,13 +174,16 @@ def of_plan(plan: Plan, topology: Topology) -> tuple[Graph, ...]:
         raise PlanError(f"NCCL takes the channels of an allreduce, not of a {plan.collective}")
     nodes = _nodes(topology)
     refuse_other_machines("NCCL", topology, "nvlink", several=True)
-    if plan.trees and len(nodes) > 1:
-        raise PlanError("NCCL makes its own trees between nodes: take ring")
+    if len(nodes) > 1:
+        if plan.algorithm != "ring":
+            raise PlanError(
+                f"NCCL makes its own trees between nodes, and takes rings from us, not "
+                f"{plan.algorithm}: take ring"
+            )
+        return _of_nodes(nodes, topology)
     channels = _chains(plan, topology) if plan.trees else rings_of(plan, topology)
     if plan.detours:
         raise PlanError("NCCL has no detours: a GPU does not forward what is not its own")
-    if len(nodes) > 1:
-        return _of_nodes(channels, nodes, topology)
     if len(channels) > MOST_CHANNELS:
         raise PlanError(f"NCCL takes at most {MOST_CHANNELS} channels, not {len(channels)}")
     found = []
@@ -211,40 +197,44 @@ def of_plan(plan: Plan, topology: Topology) -> tuple[Graph, ...]:
     return tuple(found)
 
 
-def _of_nodes(
-    rings: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]], topology: Topology
-) -> tuple[Graph, ...]:
-    """The part of each ring that lies in one node, which must be alike in all nodes, and its NICs.
-    A chain begins where the ring enters."""
-    size = len(nodes[0])
-    spot = {g: (i, position) for i, node in enumerate(nodes) for position, g in enumerate(node)}
-    ways, nets, crossing = [], [], []
-    for ring in rings:
-        start = next(k for k, g in enumerate(ring) if spot[g][0] == 0 != spot[ring[k - 1]][0])
-        order = [*ring[start:], *ring[:start]]
-        parts = [order[k : k + size] for k in range(0, len(order), size)]
-        if any({spot[g][0] for g in part} != {i} for i, part in enumerate(parts)):
-            raise PlanError("NCCL's rings enter each node once, this plan's do not")
-        ends = [(parts[i - 1][-1], part[0]) for i, part in enumerate(parts)]
-        crossing += ends
-        nets.append((_nics(*ends[0], topology)[1], _nics(*ends[1], topology)[0]))
-        ways.append([tuple(spot[g][1] for g in part) for part in parts])
-    cross = 2 if any(a != b for a, b in nets) else 0
-    for c, way in enumerate(ways):
-        other = ways[c ^ 1][0] if cross and c ^ 1 < len(ways) else way[0]
-        if any(path != (other if i % 2 else way[0]) for i, path in enumerate(way)):
-            raise PlanError(f"NCCL's file is of all nodes alike; ring {c} of the plan differs")
-    inside = [tuple(nodes[0][g] for g in way[0]) for way in ways]
-    hops = [hop for path in inside for hop in pairwise(path)]
-    speed, path = _speed(hops, topology) if hops else (CHANNEL, "LOC")
-    net_speed, net_path = _speed(crossing, topology)
-    times = _times(min(speed, net_speed), len(ways))
-    speed = _speed(hops * times, topology)[0] if hops else speed
-    net_speed, _ = _speed(crossing * times, topology)
-    channels = tuple(way[0] for way in ways) * times
+def _of_nodes(nodes: Sequence[Sequence[int]], topology: Topology) -> tuple[Graph, ...]:
+    """Two rings for each NIC, however many nodes there are: the part that lies in one node, which
+    must be alike in all nodes, and its NICs. A chain begins where a ring enters."""
+    size, local = len(nodes[0]), _local(nodes, topology)
+    rings = [[topology.gpus[r] for r in ring] for ring in over_nics(topology)]
+    if not rings:
+        raise PlanError(
+            f"no rings enter each node of {topology.name} once and leave by its own rails: NCCL's "
+            "need equal nodes, and where each GPU has a NIC an even number of them"
+        )
+    if len(rings) > MOST_CHANNELS:
+        raise PlanError(f"NCCL takes at most {MOST_CHANNELS} channels, not {len(rings)}")
+    cut = [[ring[k : k + size] for k in range(0, len(ring), size)] for ring in rings]
+    ways = [[tuple(local[g] for g in part) for part in parts] for parts in cut]
+    nets = [_nics_of(parts, c, topology) for c, parts in enumerate(cut)]
+    cross = 2 if any(a != b for of_ring in nets for a, b in of_ring) else 0
+    for c, (way, passed) in enumerate(zip(ways, nets, strict=True)):
+        for i, here in enumerate(zip(way, passed, strict=True)):
+            like = c ^ 1 if cross and i % 2 else c
+            if here != (ways[like][0], nets[like][0]):
+                raise PlanError(
+                    f"NCCL's file is of all nodes alike; node {i} of {topology.name} has other "
+                    f"GPUs or NICs in channel {c}"
+                )
+    hops = [hop for parts in cut for hop in pairwise(parts[0])]
+    ends = [(parts[i - 1][-1], part[0]) for parts in cut for i, part in enumerate(parts)]
+    inner, path = _speed(hops, topology) if hops else (math.inf, "LOC")
+    outer, net_path = _speed(ends, topology)
+    times = _times(min(inner, outer), len(rings))
+    inner = _speed(hops * times, topology)[0] if hops else inner
+    outer, _ = _speed(ends * times, topology)
+    # what NCCL finds itself: rings as fast inside as outside, trees at most twice as fast
+    speed = {RING: min(inner, outer), TREE: min(inner, 2 * outer)}
+    net = min(inner, outer)
     return tuple(
-        Graph(kind, channels, tuple((a, a if kind == TREE else b) for a, b in nets) * times, speed,
-              path, _PATTERNS[kind], net_speed, net_path, cross if kind == RING else 0)
+        Graph(kind, tuple(way[0] for way in ways) * times,
+              tuple((a, a if kind == TREE else b) for (a, b), *_ in nets) * times, speed[kind],
+              path, _PATTERNS[kind], net, net_path, cross if kind == RING else 0)
         for kind in (RING, TREE)
     )  # fmt: skip
 
@@ -255,20 +245,61 @@ def _nodes(topology: Topology) -> list[tuple[int, ...]]:
     return nodes_of(topology) if joined else [topology.gpus]
 
 
-def _nics(a: int, b: int, topology: Topology) -> tuple[int, int]:
-    """The numbers of the NICs between two GPUs of different nodes, each in its node's order of
-    names."""
-    path = topology.hops[a, b]
-    steps = [k for k, ends in enumerate(pairwise(path)) if topology.by_ends[ends].kind == "network"]
-    found = []
-    for nic in (path[steps[0]], path[steps[-1] + 1]):
-        node = str(nic).partition(".")[0] + "."
-        names = {
-            str(link.src) for link in topology.links
-            if link.kind == "network" and str(link.src).startswith(node)
-        }  # fmt: skip
-        found.append(sorted(names, key=_natural).index(str(nic)))
-    return found[0], found[1]
+_NODE = re.compile(r"node(\d+)\.")
+
+
+def _local(nodes: Sequence[Sequence[int]], topology: Topology) -> dict[int, int]:
+    """Each GPU's number in its node, which is that of `nvidia-smi` there.
+
+    `topology.cluster` numbers the GPUs of node i from i times a node's GPUs, and calls its switches
+    and NICs node{i}; some of its GPUs and nodes may be left out. Raises PlanError for others.
+    """
+    at: dict[int, int] = {}
+    for link in topology.links:
+        if isinstance(link.src, int) and (told := _NODE.match(str(link.dst))):
+            at[link.src] = int(told[1])
+    first, second = nodes[0][0], nodes[1][0]
+    if first in at and second in at and at[first] != at[second]:
+        size, rest = divmod(second - first, at[second] - at[first])
+        found = {g: g - at[g] * size for node in nodes for g in node if g in at}
+        if not rest and len(found) == len(topology.gpus) and all(
+            0 <= n < size for n in found.values()
+        ):  # fmt: skip
+            return found
+    raise PlanError(
+        f"the numbers of the GPUs of {topology.name} in their nodes are not known: describe it as "
+        "'N x MACHINE'"
+    )
+
+
+def _nics_of(parts: Sequence[Sequence[int]], c: int, topology: Topology) -> list[tuple[int, int]]:
+    """For each node, the numbers of the NICs by which a channel enters and leaves it."""
+    out: list[int] = []
+    into: list[int] = []
+    for part, following in zip(parts, [*parts[1:], parts[0]], strict=True):
+        if (path := topology.hops.get((part[-1], following[0]))) is None:
+            raise PlanError(
+                f"channel {c} goes from GPU {part[-1]} to {following[0]} of {topology.name}, "
+                "between which there is no path: their rails do not meet"
+            )
+        inside = [str(v) for v in path if _NODE.match(str(v))]
+        node = {_NODE.match(v)[0] for v in inside}  # type: ignore[index]
+        if len(node) != 2:
+            raise PlanError(f"the NICs of {topology.name} are not known: write 'N x MACHINE'")
+        home = _NODE.match(inside[0])[0]  # type: ignore[index]
+        out.append(_number_of([v for v in inside if v.startswith(home)][-1], topology))
+        into.append(_number_of(next(v for v in inside if not v.startswith(home)), topology))
+    return list(zip([into[-1], *into[:-1]], out, strict=True))
+
+
+def _number_of(nic: str, topology: Topology) -> int:
+    """A NIC's place among its node's, in the order of their names."""
+    node = _NODE.match(nic)[0]  # type: ignore[index]
+    outside = {
+        str(link.src) for link in topology.links if link.kind == "network"
+        and str(link.src).startswith(node) and not str(link.dst).startswith(node)
+    }  # fmt: skip
+    return sorted(outside, key=_natural).index(nic)
 
 
 def _natural(name: str) -> tuple[str, int]:
@@ -357,7 +388,9 @@ def _speed(hops: Sequence[tuple[int, int]], topology: Topology) -> tuple[float, 
         path = "PHB"
     else:
         path = "PIX" if longest <= 3 else "PXB"
-    return int(min(rates) * 10 + 1e-6) / 10, path
+    slowest = min(rates)
+    steps = 10 if slowest >= 1 else 1000  # of what is written
+    return math.floor(slowest * steps + 1e-6) / steps, path
 
 
 def write(graphs: Iterable[Graph]) -> str:

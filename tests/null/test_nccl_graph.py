@@ -123,7 +123,7 @@ def test_what_nccl_does_not_take() -> None:
         nccl_graph.read(dump((RING, RINGS)))[RING].algorithm(machine)
     with pytest.raises(PlanError, match="no plans of NCCL's kind NVLS"):
         nccl_graph.read(dump((3, ((0,), (1,)))))[3].algorithm(machine)
-    for name, words in (("2 x mesh-4", "its own trees between nodes"),
+    for name, words in (("2 x mesh-4", "takes rings from us, not chain"),
                         ("mi300x", "does not run on mi300x"),
                         ("cpu-4", "does not run on cpu-4"), ("mesh-1", "two GPUs")):  # fmt: skip
         other = topology.load(name)
@@ -186,21 +186,67 @@ def test_each_nic_has_two_channels(machine: str, nets: set[tuple[int, ...]], cro
     assert collectives.simulate(again, found, 1 << 26).algbw > 0.98 * before
 
 
+@pytest.mark.parametrize("nodes", [2, 8, 16])
+def test_a_file_names_every_nic_however_many_nodes(nodes: int) -> None:
+    """A plan for 16 nodes would have one ring; NCCL's file is of one node."""
+    found = topology.load(f"{nodes} x dgx-h100")
+    small = topology.load("2 x dgx-h100")
+    plan = collectives.plan_allreduce(small, 1 << 26, "ring")
+    assert nccl_graph.of_plan(plan, found) == nccl_graph.of_plan(plan, small)
+    ring, tree = nccl_graph.of_plan(plan, found)
+    assert {nic for pair in ring.nets for nic in pair} == set(range(8))
+    assert ring.speed == ring.net_speed <= tree.speed <= 2 * tree.net_speed
+
+
+def test_gpus_have_their_nodes_numbers() -> None:
+    found = topology.load("2 x dgx-h100").subset([4, 5, 6, 7, 12, 13, 14, 15])
+    plan = collectives.plan_allreduce(found, 1 << 26, "ring")
+    ring, _ = nccl_graph.of_plan(plan, found)
+    assert all(sorted(channel) == [4, 5, 6, 7] for channel in ring.channels)
+    assert {nic for pair in ring.nets for nic in pair} == {4, 5, 6, 7}
+    again = collectives.plan_allreduce(found, 1 << 26, ring.algorithm)
+    collectives.verify(again, found)
+
+
+@pytest.mark.parametrize(
+    ("machine", "channels", "speed"),
+    [("2 x mesh-1 nic=100GB/s", 5, 20), ("2 x mesh-2 nics=1 nic=1Gb/s", 2, 0.062)],
+)
+def test_speeds_are_those_of_the_slower_part(machine: str, channels: int, speed: float) -> None:
+    found = topology.load(machine)
+    plan = collectives.plan_allreduce(found, 1 << 20, "ring")
+    ring, _ = nccl_graph.of_plan(plan, found)
+    assert len(ring.channels) == channels
+    assert ring.speed == ring.net_speed == speed  # never 0, which NCCL takes for "cannot"
+
+
 def test_graphs_that_do_not_fit_a_cluster() -> None:
     found = topology.load("2 x dgx-h100")
     plan = collectives.plan_allreduce(found, 1 << 26, "ring")
     ring, tree = nccl_graph.of_plan(plan, found)
     with pytest.raises(PlanError, match="makes its own of a tree"):
         tree.algorithm(found)
-    with pytest.raises(PlanError, match=r"of each node; 2 x dgx1-v100.* has nodes of \[3\]"):
-        half_node = topology.load("2 x dgx1-v100").subset([0, 1, 2, 8, 9, 10])
-        ring.algorithm(half_node)
+    some = topology.load("2 x dgx1-v100").subset([0, 1, 2, 8, 9, 10])
+    with pytest.raises(PlanError, match=r"GPUs 0, 1, .* of each node; a node of .* has 0, 1, 2"):
+        ring.algorithm(some)
     other = replace(ring, nets=tuple((5, 5) for _ in ring.nets))
-    with pytest.raises(PlanError, match="channel 0 leaves a node by NIC 5; from GPU 7 to 15"):
+    with pytest.raises(PlanError, match="channel 0 enters a node by NIC 5 and leaves it by 5"):
         other.algorithm(found)
+    with pytest.raises(
+        PlanError, match=r"channel 0 goes from GPU 7 to 8 of 2 x dgx-h100, between which"
+    ):
+        replace(ring, cross_nic=0).algorithm(found)
     odd = topology.load("3 x dgx-h100")  # where every second node cannot have the path backwards
-    with pytest.raises(PlanError, match="enter each node once"):
+    with pytest.raises(PlanError, match="an even number of them"):
         nccl_graph.of_plan(collectives.plan_allreduce(odd, 1 << 26, "ring"), odd)
+    with pytest.raises(PlanError, match="no path"):
+        ring.algorithm(odd)
+    unlike = found.subset([0, 1, 2, 3, 12, 13, 14, 15])
+    with pytest.raises(PlanError):
+        nccl_graph.of_plan(collectives.plan_allreduce(unlike, 1 << 20, "ring"), unlike)
+    plain = topology.Topology.from_json(found.to_json().replace("node", "host"))
+    with pytest.raises(PlanError, match="describe it as 'N x MACHINE'"):
+        nccl_graph.of_plan(plan, plain)
 
 
 def test_the_commands(tmp_path: Path) -> None:

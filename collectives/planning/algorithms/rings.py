@@ -60,11 +60,14 @@ def rings(topology: Topology) -> tuple[list[Ring], Mapping[tuple[int, int, int],
     """Return rings, and the forwarders of each hop (ring, src, dst) that detours.
 
     If equal links join GPUs directly, a search with fixed random seeds adds rings, at first in both
-    directions, until some GPU has no link left. In a cluster of equal nodes each NIC has two rings.
+    directions, until some GPU has no link left. In a cluster there are those of `over_nics`.
     Otherwise, or if there are none, the result is the ring of least congestion that `embed` finds.
+    A long ring has many sends, so that a plan has as many rings as keep it small: on eight nodes of
+    eight GPUs two, and with them two NICs of each node.
     """
     size, links = len(topology.gpus), link_counts(topology)
-    if found := _disjoint(size, links) if links else _over_nics(topology):
+    most = _most(size)
+    if found := _disjoint(size, links) if links else over_nics(topology)[: max(2, most)]:
         return found, {}
     edges = [Edge(0, i, (i + 1) % size, one_way=True) for i in range(size)]
     embedding = embed(topology, edges, size)
@@ -91,30 +94,33 @@ def around(
 
 def _most(size: int) -> int:
     """The most rings of a plan."""
-    return max(1, _SENDS // (2 * size * (size - 1)))
+    return max(1, _SENDS // max(1, 2 * size * (size - 1)))
 
 
-def _over_nics(topology: Topology) -> list[Ring]:
-    """Return rings through all nodes of a cluster, two for each NIC; none if the nodes differ.
+def over_nics(topology: Topology) -> list[Ring]:
+    """Return rings through all nodes of a cluster, two for each NIC of a node; none if the nodes
+    differ, or no path joins them so.
 
     Inside each node a ring is a path, which is a ring of the node cut open. It begins and ends at
     GPUs near one NIC; or, where a NIC has one GPU, near two NICs. Of these, every second node has
-    the path backwards, so that data never changes rails: that takes an even number of nodes.
+    the path backwards, so that data never changes rails: that takes an even number of nodes, and
+    leaves out a NIC that has no other beside it. Rings 2 c and 2 c + 1 are each other backwards
+    inside the nodes.
     """
     try:
         nodes = equal_nodes("ring", topology)
         near = near_nics(topology, nodes)
     except PlanError:
         return []
-    if len(nodes[0]) < 2:
-        return []
-    inner, detours = rings(topology.subset(topology.gpus[r] for r in nodes[0]))
     nic_of = {g: nic for nic, positions in enumerate(near) for g in positions}
-    cut = [] if detours else _cut(inner, nic_of)
-    alternate = any(nic_of[path[0]] != nic_of[path[-1]] for path in cut)
+    cut: list[Ring] = [(0,)]
+    if len(nodes[0]) > 1:
+        inner, detours = rings(topology.subset(topology.gpus[r] for r in nodes[0]))
+        cut = [] if detours else _cut(inner, nic_of)
+    alternate = any(nic_of.get(path[0]) != nic_of.get(path[-1]) for path in cut)
     found = []
-    for path in cut[: _most(len(topology.gpus)) // 2]:
-        for first, second in ((path, path[::-1]), (path[::-1], path)):
+    for path in cut:
+        for first, second in ((path, path[::-1]), (path[::-1], path))[: len(path)]:
             ways = [second if alternate and i % 2 else first for i in range(len(nodes))]
             found.append(tuple(node[g] for node, way in zip(nodes, ways, strict=True) for g in way))
     hops = {(ring[i - 1], at) for ring in found for i, at in enumerate(ring)}
