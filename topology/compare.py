@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from linkweave.topology.link import KINDS
+from linkweave.topology.loading import load
 from linkweave.topology.text import cables, vertex
 from linkweave.topology.topology import Topology
 
 _MOST = 12  # differing pairs that are listed
 
 
-def compare(one: Topology, other: Topology) -> tuple[dict[int, int] | None, list[str]]:
+def compare(one: Topology | str, other: Topology | str) -> tuple[dict[int, int] | None, list[str]]:
     """Return a renumbering that makes `one`'s fabric `other`'s, or None, and the differences.
 
     Fabrics are compared as by `Topology.isomorphic_to`. Differences of other links (PCIe, NICs) are
-    listed even if there is a renumbering.
+    listed even if there is a renumbering. Either is a `Topology`, or what `topology.load` takes.
     """
+    one, other = load(one), load(other)
     mapping = one.isomorphic_to(other)
     return mapping, list(_differences(one, other, mapping))
 

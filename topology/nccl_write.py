@@ -9,6 +9,7 @@ from xml.sax.saxutils import quoteattr
 from linkweave.topology import speeds
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.link import GpuId, Link
+from linkweave.topology.loading import load
 from linkweave.topology.nccl_xml import LONGEST_VALUE
 from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
@@ -18,14 +19,16 @@ _HIDDEN = "fffffff:ffff:ff"  # what NCCL itself writes for an NVLink target that
 _CPU = re.compile(r"(?:cpu|host)(\d*)$")
 
 
-def to_nccl_xml(topology: Topology) -> str:
+def to_nccl_xml(topology: Topology | str) -> str:
     """Return the machine as NCCL's XML.
 
     Vertices called "cpu..." or "host..." become CPUs; GPUs under none of them go under the first.
     Unknown bus ids, CPU models and classes are invented, PCIe speeds are rounded to existing ones,
     and forwarders become GPUs without a rank. Raises TopologyError for clusters, CPU ranks,
-    measured NVLinks, and names that are too long for NCCL.
+    measured NVLinks, and names that are too long for NCCL. `topology` is a `Topology`, or what
+    `topology.load` takes.
     """
+    topology = load(topology)
     kinds = {link.kind for link in topology.fabric}
     if topology.on_memory:
         raise TopologyError(f"{topology.name} has CPU ranks: an NCCL topology is of GPUs")

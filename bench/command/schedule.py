@@ -15,6 +15,7 @@ from rich.progress import Progress
 from linkweave.bench.command import gantt, options
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import POLICIES, Network, Profile, Schedule
+from linkweave.topology.loading import read
 
 LEGEND = (
     "x DDP: DDP's time over its own; above bound: over the lower bound on any schedule; exposed: "
@@ -57,7 +58,12 @@ def train_trace(
 ) -> None:
     """Compare a measured training step with its prediction."""
     options.writable(png=png, trace=trace)
-    found = overlap.MeasuredStep.from_json(step.read_text())
+    try:
+        found = overlap.MeasuredStep.from_json(read(str(step)))
+    except CollectiveError as error:
+        if str(step) in str(error):
+            raise
+        raise CollectiveError(f"{step}: {error}") from None
     charts = [
         gantt.predicted(found.schedule, "predicted"),
         gantt.measured(found.schedule, found.timeline),

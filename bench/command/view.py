@@ -22,7 +22,7 @@ from linkweave.collectives.foreign import mscclpp
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.plan import Plan
-from linkweave.topology import Topology, Vertex
+from linkweave.topology import Topology, TopologyError, Vertex
 from linkweave.topology.layout import RADIUS, lay_out
 from linkweave.topology.link import KINDS
 
@@ -68,17 +68,22 @@ def page(machine: Topology, sizes: Sequence[int], asked: Sequence[str]) -> str:
     """The page as text. Raises CollectiveError for more than GPUS GPUs, and as planning does."""
     if len(machine.gpus) > GPUS:
         raise CollectiveError(
-            f"{machine.name} has {len(machine.gpus)} GPUs: a page shows at most {GPUS}; a cluster "
-            "of fewer nodes shows the same"
+            f"{machine.name} has {len(machine.gpus)} GPUs: a page shows at most {GPUS}; choose "
+            "some with --gpus, or fewer nodes of a cluster"
         )
     data = json.dumps(data_of(machine, sizes, asked), separators=(",", ":"))
     template = files("linkweave.bench.command").joinpath("view.html").read_text()
-    return template.replace("DATA", data.replace("</", "<\\/"), 1)
+    return template.replace("DATA", data.replace("<", "\\u003c"), 1)
 
 
 def data_of(machine: Topology, sizes: Sequence[int], asked: Sequence[str]) -> dict[str, Any]:
     """What the page shows, as JSON has it; lengths in pixels, times in us."""
-    where = lay_out(machine, machine.fabric, arcs=True)
+    plans_of = {nbytes: plans_for(machine, nbytes, asked) for nbytes in sizes}
+    used = {ends for some in plans_of.values() for plan, _ in some for ends in plan.link_use}
+    fabric = machine.fabric
+    if not used <= {(link.src, link.dst) for link in fabric}:  # of a plan read from a file
+        fabric = machine.links
+    where = lay_out(machine, fabric, arcs=True)
     vertices: list[Vertex] = [*where.seats, *where.boxes]
     number = {v: i for i, v in enumerate(vertices)}
     nodes = []
@@ -93,7 +98,7 @@ def data_of(machine: Topology, sizes: Sequence[int], asked: Sequence[str]) -> di
                            _px((high - low).imag)]  # fmt: skip
         nodes.append(node)
     links, line = [], {}
-    for link in machine.fabric:
+    for link in fabric:
         aside = 0.6 if str(link.src) < str(link.dst) else -0.6  # each direction on its own side
         points = where.curve(link.src, link.dst, aside)[::6]
         line[link.src, link.dst] = len(links)
@@ -108,28 +113,46 @@ def data_of(machine: Topology, sizes: Sequence[int], asked: Sequence[str]) -> di
     xs, ys = zip(*every, strict=True)
     low, high = (min(xs) - pad, min(ys) - pad), (max(xs) + pad, max(ys) + pad)
     width = high[0] - low[0]
-    best = topology.bound(machine)
+    first = plans_of[sizes[0]][0][0].collective
+    best = bound_of(machine, first)
     made = [
-        {"name": size_text(nbytes), "bound": best.algbw if best.seconds_per_byte else 0.0,
-         "runs": [_run(one, machine, nbytes, number, line) for one in
-                  plans_for(machine, nbytes, asked)]}
-        for nbytes in sizes
+        {"name": size_text(nbytes), "bound": best.algbw if best else 0.0,
+         "runs": [_run(plan, machine, nbytes, seconds, number, line) for plan, seconds in some]}
+        for nbytes, some in plans_of.items()
     ]  # fmt: skip
     return {
         "title": machine.name, "what": repr(machine)[10:-1].partition(": ")[2],
-        "bound": str(best), "nodes": nodes, "links": links, "radius": PIXELS * RADIUS,
+        "bound": str(best) if best else f"no bound of {first} is known",
+        "nodes": nodes, "links": links, "radius": PIXELS * RADIUS,
         "pen": max(1.0, width / 900), "sizes": made,
         "frame": [*map(round, low), round(width), round(high[1] - low[1])],
     }  # fmt: skip
 
 
-def plans_for(machine: Topology, nbytes: int, asked: Sequence[str]) -> list[Plan]:
-    """The plans asked for; or `auto`'s, and the next best by their predicted times."""
+def bound_of(machine: Topology, collective: str) -> topology.Bound | None:
+    """The bound of a collective, if there is one and something has to move."""
+    try:
+        found = topology.bound(machine, collective)
+    except TopologyError:
+        return None
+    return found if found.seconds_per_byte else None
+
+
+def plans_for(
+    machine: Topology, nbytes: int, asked: Sequence[str]
+) -> list[tuple[Plan, float | None]]:
+    """The plans asked for; or `auto`'s, and the next best; each with its measured seconds, if the
+    machine has them."""
     if not asked:
         told = collectives.explain(machine, nbytes)
-        names = [row.algorithm for row in told.rows][: 1 + OTHERS]
-        return [collectives.plan_allreduce(machine, nbytes, name) for name in names]
-    found = []
+        rows = {row.algorithm: row for row in told.rows}
+        names = [*dict.fromkeys([told.choice, *rows])][: 1 + OTHERS]
+        return [
+            (collectives.plan_allreduce(machine, nbytes, name),
+             rows[name].seconds if name in rows and rows[name].measured else None)
+            for name in names
+        ]  # fmt: skip
+    found: list[Plan] = []
     for one in asked:
         if one in ("auto", *ALGORITHMS["allreduce"]):
             found.append(collectives.plan_allreduce(machine, nbytes, one))
@@ -143,15 +166,15 @@ def plans_for(machine: Topology, nbytes: int, asked: Sequence[str]) -> list[Plan
             if isinstance(read, mscclpp.ExecutionPlan):
                 raise CollectiveError(f"{one}: plans of MSCCL++ are drawn by topo --plan")
             found += read
-    return found
+    return [(plan, None) for plan in found]
 
 
 def _run(
-    plan: Plan, machine: Topology, nbytes: int, number: dict[Vertex, int],
-    line: dict[tuple[Vertex, Vertex], int],
+    plan: Plan, machine: Topology, nbytes: int, measured: float | None,
+    number: dict[Vertex, int], line: dict[tuple[Vertex, Vertex], int],
 ) -> dict[str, Any]:  # fmt: skip
     run = collectives.simulate(plan, machine, nbytes)
-    best = topology.bound(machine, plan.collective)
+    best = bound_of(machine, plan.collective)
     shown, note = plan, "Each bar is a chunk that is sent; the line is now."
     while len(collectives.simulate(shown, machine, nbytes).sends) > SENDS:
         groups = max(1, shown.groups // 2)
@@ -162,22 +185,24 @@ def _run(
     if shown is not plan:
         note += (
             f" What moves is cut into {shown.num_chunks} chunks in place of {plan.num_chunks}, and "
-            f"takes {motion.seconds * 1e6:.0f} us; figures are of the plan itself."
+            f"takes {motion.seconds * 1e6:.0f} us, drawn as long as the plan itself; so are chunks "
+            "and times of what is under way. All other figures are of the plan itself."
         )
-    carried = dict.fromkeys(line, 0.0)
+    carried, sizes = dict.fromkeys(line, 0), plan.chunk_sizes(nbytes).tolist()
     for send in run.sends:
         for ends in plan.connections[send.connection].links:
-            carried[ends] += nbytes / plan.num_chunks
+            carried[ends] += sizes[send.chunk]
     gpus = machine.gpus
     scale = run.seconds / motion.seconds if motion.seconds else 1.0
     return {
         "name": plan.algorithm, "us": run.seconds * 1e6, "speed": run.algbw,
         "rate": f"{run.algbw / 1e9:.2f} GB/s",
-        "share": f"{run.algbw / best.algbw:.0%}" if best.seconds_per_byte else "-",
+        "share": f"{run.algbw / best.algbw:.0%}" if best else "-",
+        "measured": f"{measured * 1e6:.1f} us" if measured else "",
         "made": f"{len(plan.trees)} trees" if plan.trees else f"{len(plan.tracks)} tracks",
         "note": note,
         "busy": {line[ends]: round(share, 3) for ends, share in run.utilisation.items()},
-        "bytes": {line[ends]: round(n) for ends, n in carried.items() if n},
+        "bytes": {line[ends]: n for ends, n in carried.items() if n},
         "ends": [[number[gpus[c.src]], number[gpus[c.dst]]] for c in shown.connections],
         "ways": [[line[ends] for ends in c.links] for c in shown.connections],
         "sends": [[s.connection, s.chunk, round(s.start * scale * 1e6, 2),

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -74,8 +74,9 @@ def spawn(
     context: Any = mp.get_context("fork" if forks else "spawn")
     if forks:
         compile_kernels()  # forked ranks inherit the machine code
-    by_value = not forks and not hasattr(sys.modules["__main__"], "__file__")
+    by_value = not forks and not os.path.exists(getattr(sys.modules["__main__"], "__file__", ""))
     hint = "" if forks or by_value else _FRESH
+    what: Any = _by_value(fn, args) if by_value else (fn, args)
     with _within_limits():
         fd = Mapping.create(nprocs)
     ranks: list[_Rank] = []
@@ -85,10 +86,10 @@ def spawn(
             with _within_limits():
                 ours, theirs = context.Pipe(duplex=False)
                 try:
-                    what: Any = cloudpickle.dumps((fn, args)) if by_value else (fn, args)
                     job = (what, rank, nprocs, settings, gpu, Mapping.location(fd), os.getpid())
                     process = context.Process(target=_child, args=(theirs, job), daemon=False)
-                    process.start()
+                    with _without_file() if by_value else nullcontext():
+                        process.start()
                 except (AttributeError, TypeError, pickle.PicklingError) as error:
                     raise CollectiveError(
                         "this process runs other threads (or has used CUDA), so ranks cannot be "
@@ -101,6 +102,28 @@ def spawn(
         for r in ranks:
             r.end()
         os.close(fd)
+
+
+@contextmanager
+def _without_file() -> Iterator[None]:
+    """A main module whose file is "<stdin>" has none, which multiprocessing would look for."""
+    main = vars(sys.modules["__main__"])
+    file = main.pop("__file__", None)
+    try:
+        yield
+    finally:
+        if file is not None:
+            main["__file__"] = file
+
+
+def _by_value(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    try:
+        found: bytes = cloudpickle.dumps((fn, args))
+    except Exception as error:  # of whatever cannot be taken along
+        raise CollectiveError(
+            f"ranks of a notebook get what they run by value, which this is not: {error}"
+        ) from error
+    return found
 
 
 def can_fork() -> bool:
@@ -240,7 +263,7 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
             os._exit(code if isinstance(code, int) else int(code is not None))
         if communicator is not None:
             communicator.abort(RAISED)
-        payload = _failure(error, traceback.format_exc())
+        payload = _failure(error, traceback.format_exc(), dumps)
     try:
         results.send_bytes(payload)
         results.close()
@@ -258,10 +281,10 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
             os._exit(0)  # skips the parent's atexit handlers and threads
 
 
-def _failure(error: BaseException, text: str) -> bytes:
+def _failure(error: BaseException, text: str, dumps: Callable[[Any], bytes]) -> bytes:
     """The pickled exception, or its text if it does not pickle."""
     try:
-        payload = pickle.dumps((False, (error, text)))
+        payload = dumps((False, (error, text)))
         pickle.loads(payload)
         return payload
     except Exception:

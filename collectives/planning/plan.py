@@ -157,8 +157,8 @@ class Plan:
         return html_table(f"Plan: {self._first_line}", {
             **{f"tree {i}": f"root {tree.root}, depth {tree.depth}"
                for i, tree in enumerate(self.trees)},
-            **{f"detour {a} - {b}": f"over {', '.join(map(str, via))}"
-               for a, *via, b in self.detours},
+            **{f"detour {i}": f"{a} - {b} over {', '.join(map(str, via))}"
+               for i, (a, *via, b) in enumerate(self.detours)},
             "tracks": str(len(self.tracks)), "connections": str(len(self.connections)),
             **{f"note {i}": note for i, note in enumerate(self.notes, 1)},
         })  # fmt: skip

@@ -51,6 +51,18 @@ def test_an_error_in_a_notebook_names_its_rank() -> None:
         run(HELLO, "def bad(rank):\n    return 1 / (1 - rank)\nlinkweave.spawn(bad, 2)")
 
 
+def test_a_notebooks_own_error_arrives_as_it_is() -> None:
+    told = run(
+        HELLO + "class Mine(Exception):\n    pass\n",
+        "def bad(rank):\n    raise Mine('no')\n"
+        "try:\n    linkweave.spawn(bad, 2)\nexcept Mine as error:\n    print(type(error), error)",
+        "import threading\ntry:\n    linkweave.spawn(work, 2, args=(threading.Lock(),))\n"
+        "except linkweave.CollectiveError as error:\n    print(error)",
+    )
+    assert told[1] == "<class '__main__.Mine'> no\n"
+    assert told[2].startswith("ranks of a notebook get what they run by value, which this is not:")
+
+
 def test_a_program_without_a_file_that_runs_threads() -> None:
     program = HELLO + (
         "import threading\n"

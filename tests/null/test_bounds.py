@@ -31,7 +31,7 @@ from linkweave.topology import (
     reducing_bound,
     to_nccl_xml,
 )
-from linkweave.topology.bounds import BOUNDED
+from linkweave.topology.bounds import BOUNDED, _bound
 from linkweave.topology.parse_smi import parse_smi
 from tests.null.helpers import renumbered
 
@@ -231,7 +231,7 @@ UNJOINED = sum(
 
 
 def test_every_subset_of_the_dgx1_takes_seconds() -> None:
-    bound.cache_clear()
+    _bound.cache_clear()
     begun = time.process_time()
     for some in DGX1_SUBSETS:
         assert 0 < allreduce_bound(load("dgx1-v100").subset(some)) < float("inf")

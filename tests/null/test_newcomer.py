@@ -16,7 +16,7 @@ from linkweave.topology import TopologyError, machines
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train-trace", "nosuch.json"], "linkweave: nosuch.json: no such file or directory"),
+        (["train-trace", "nosuch.json"], "linkweave: nosuch.json: No such file or directory"),
         (["bench", "compare", "nosuch.json", "x.json"], "linkweave: nosuch.json: no such file"),
         (["schedule", "--profile", "/etc/passwd"],
          "linkweave: /etc/passwd: a profile in CSV begins with name,nbytes,forward_s,backward_s"),

@@ -41,6 +41,12 @@ def test_a_notebook_shows_a_table(thing: Any) -> None:
     assert 2 < len(table.findall("tr")) < 30
 
 
+def test_a_table_has_all_detours() -> None:
+    plan = collectives.plan_allreduce(MACHINE, 1 << 10, "two_shot")
+    rows = ElementTree.fromstring(plan._repr_html_()).findall("tr/th")
+    assert sum((row.text or "").startswith("detour") for row in rows) == len(plan.detours) > 9
+
+
 def test_a_notebook_draws_a_machine() -> None:
     picture = topology.load(MACHINE)._repr_svg_()
     assert picture is not None and ElementTree.fromstring(picture).tag.endswith("svg")
@@ -55,6 +61,8 @@ def test_a_name_goes_wherever_a_machine_goes(tmp_path: Path) -> None:
     assert topology.bound(MACHINE) == topology.bound(machine)
     assert topology.allreduce_bound(MACHINE) == topology.allreduce_bound(machine)
     assert topology.reducing_bound("dgx-h100") is not None
+    assert topology.to_nccl_xml(MACHINE) == topology.to_nccl_xml(machine)
+    assert topology.compare(MACHINE, "dgx1-p100") == topology.compare(machine, "dgx1-p100")
     assert str(collectives.explain("mesh-3", 1024)) == str(
         collectives.explain(topology.load("mesh-3"), 1024)
     )
