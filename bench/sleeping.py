@@ -28,7 +28,7 @@ from linkweave.collectives.training.tuner import SPARSE, at_once, unchained
 NBYTES = 4_000_000
 """Gradients, few enough for their way through memory to take no time beside the network's."""
 SEARCH_S = 2.0  # for the policies that search
-HEADER = f"{'policy':16}{'predicted ms':>14}{'measured ms':>13}{'error':>8}{'all-reduces':>13}"
+HEADER = f"{'policy':25}{'predicted ms':>14}{'measured ms':>13}{'error':>8}{'all-reduces':>13}"
 LEGEND = "measured: the median step of the slowest rank, from the end of a forward pass to the next"
 
 
@@ -125,7 +125,7 @@ class Row:
 
     def __str__(self) -> str:
         return (
-            f"{self.policy:16}{self.predicted_ms:14.1f}{self.measured_ms:13.1f}{self.error:+8.1%}"
+            f"{self.policy:25}{self.predicted_ms:14.1f}{self.measured_ms:13.1f}{self.error:+8.1%}"
             f"{self.all_reduces:13}" + "  chained" * self.chained
         )
 
