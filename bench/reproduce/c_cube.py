@@ -100,9 +100,9 @@ def communication() -> Part:
     four = scale.wired("tree of 4", 4, ((0, 1), (1, 2), (1, 3)), 25 * 10**9)
     apart = "our all-reduces follow one another; NCCL's were enqueued together"
     rows = [
-        Row("figure 3", "layer by layer over one-shot, ResNet-50", 2.0, layers, SIMULATED,
+        Row("figure 3", "layer by layer against one-shot, ResNet-50", 2.0, layers, SIMULATED,
             reason=f"161 all-reduces, each by the algorithm that is fastest for its size; {apart}"),
-        Row("figure 3", "sliced over one-shot, more than", 4.0, slices, SIMULATED,
+        Row("figure 3", "sliced against one-shot, more than", 4.0, slices, SIMULATED,
             reason=f"slices of {SLICE // 1000} kB, as in P3 (the paper gives no size); {apart}"),
         Row("figure 4", "ring over tree, large messages, few nodes, up to", 1.14,
             ring_ratio(4, 64 * MB), COMPUTED,

@@ -53,6 +53,10 @@ CASES = {
 }
 """MiB of gradients and 100 us of forward time of each layer: computation falls or grows, gradients
 grow or fall."""
+KEY = (
+    "B: all-reduces by figure 10's double tree after the backward pass. C1: the same with both "
+    "phases overlapped. C2: B chained with the next forward pass. CC: C1 and C2. R: a ring"
+)
 WHY_13 = (
     "batch sizes, reached bandwidths and layer times are not in the text: batches of 16, 32 and 64 "
     f"at {FLOPS / 1e12:.2f} TFLOP/s, links at 25 GB/s, a fourth of it for low bandwidth"
@@ -136,7 +140,7 @@ def training() -> Part:
         )
         for i, words in enumerate(SLOWER)
     )  # fmt: skip
-    return Part(rows, plots)
+    return Part(rows, plots, (KEY,))
 
 
 def patterns() -> Part:

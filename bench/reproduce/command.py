@@ -108,7 +108,7 @@ def _measure(paper: str, folder: Path) -> None:
     failed = []
     for name in names:
         made = folder / f"{name}.json"
-        console.print(f"\n{name}: {COMMANDS[name]}", highlight=False)
+        console.print(f"\n{name}: {COMMANDS[name]}", highlight=False, soft_wrap=True)
         done = subprocess.run(
             f"{COMMANDS[name]} --out {shlex.quote(str(made.resolve()))} && linkweave bench compare "
             f"{shlex.quote(str(RESULTS / name))}.json {shlex.quote(str(made.resolve()))}",

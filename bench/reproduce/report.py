@@ -87,16 +87,17 @@ def summary(done: Sequence[Done]) -> str:
 
 def page(done: Sequence[Done]) -> str:
     """One HTML page that needs nothing else."""
-    words = summary(done)
+    words, papers = summary(done), dict.fromkeys(one.paper for one in done)
     body = [f"<p>{html.escape(words)}</p>"] if words else []
-    for paper in dict.fromkeys(one.paper for one in done):
+    links = (f'<a href="#{paper}">{html.escape(TITLES[paper])}</a>' for paper in papers)
+    body.append(f"<nav>{' | '.join(links)}</nav>")
+    for paper in papers:
         parts = [one for one in done if one.paper == paper]
         body.append(f'<h2 id="{paper}">{html.escape(TITLES[paper])}</h2>')
         plots = [plot for one in parts for plot in one.part.plots]
         body.append(f'<div class="plots">{"".join(map(_figure, plots))}</div>')
         rows = [row for one in parts for row in one.part.rows]
-        heads = ("item", "value", "paper", "ours", "difference", "how", "reason")
-        head = "".join(f"<th>{name}</th>" for name in heads)
+        head = "".join(f"<th>{name}</th>" for name in HEADS)
         body.append(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>')
         body += map(_row, rows)
         body.append("</tbody></table></div>")
@@ -109,16 +110,20 @@ def page(done: Sequence[Done]) -> str:
     )
 
 
+HEADS = ("item", "value", "paper", "ours", "difference", "how", "reason and command")
+
+
 def _row(row: Row) -> str:
     how = row.how or "not reproduced"
     cells = (row.item, row.what, value(row.theirs, row.unit), value(row.ours, row.unit),
              row.difference, how, row.reason)  # fmt: skip
     kind = "" if row.how else ' class="lost"'
-    text = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells[:-1])
-    why = html.escape(row.reason)
+    texts = [html.escape(cell) for cell in cells]
     if row.record:
-        why += f"<br><code>{html.escape(COMMANDS[row.record])}</code>"
-    return f"<tr{kind}>{text}<td>{why}</td></tr>"
+        texts[-1] += f"<br><code>{html.escape(COMMANDS[row.record])}</code>"
+    named = (f'<td data-name="{name}">{text}</td>' for name, text in
+             zip(HEADS, texts, strict=True) if text or name != HEADS[-1])  # fmt: skip
+    return f"<tr{kind}>{''.join(named)}</tr>"
 
 
 def _figure(plot: Plot) -> str:
@@ -205,7 +210,12 @@ th, td { text-align: left; vertical-align: top; padding: .25rem .6rem .25rem 0;
          border-bottom: 1px solid #ddd; }
 td:nth-child(3), td:nth-child(4), td:nth-child(5) { min-width: 5.5rem; max-width: 14rem; }
 td:first-child { white-space: nowrap; }
-tr.lost td { color: #555; font-style: italic; }
+tr.lost td { color: #555; font-style: italic; } nav { margin: .5rem 0 1rem; }
+code { font-size: 12px; color: #444; overflow-wrap: anywhere; }
+@media (max-width: 760px) { table { min-width: 0; } thead { display: none; }
+  tr { display: block; border-bottom: 2px solid #bbb; padding: .3rem 0; }
+  td { display: block; border: 0; padding: .05rem 0; max-width: none !important; }
+  td::before { content: attr(data-name) ": "; color: #666; } }
 </style>
 </head>
 <body>

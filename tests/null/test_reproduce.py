@@ -224,7 +224,7 @@ def test_text_json_and_page(two_parts: list[str], tmp_path: Path) -> None:
     assert "needs <watts>" in done.stdout and "1, 3: because" in done.stdout
     said = " ".join(done.stdout.split())
     assert "4 values of papers: 2 simulated; 2 not reproduced, 50%." in said
-    assert "Of 2 that are numbers on both sides, 0 within 10%, 2 within 30%." in said
+    assert "Of 2 that are numbers on both sides, 0 within 10%, 2 within 30%;" in said
     assert max(map(len, done.stdout.splitlines())) <= 100
     text = page.read_text()
     assert text.count("<svg role") == 2 and "needs &lt;watts&gt;" in text
@@ -238,7 +238,7 @@ def test_text_json_and_page(two_parts: list[str], tmp_path: Path) -> None:
 def test_every_record_has_its_command() -> None:
     for name in measured.COMMANDS:
         assert measured.recorded(name).rows, name
-    parts = [QUICK[name]() for name in QUICK]
+    parts = [make() for name, make in QUICK.items() if name != "asc_wfbp.steps"]
     rows = [row for part in parts for row in part.rows if row.record]
     assert len(rows) > 60 and {row.record for row in rows} <= measured.COMMANDS.keys()
     assert all(row.how.startswith("measured") for row in rows)
