@@ -185,7 +185,38 @@ def _unnoticed(
 ) -> None:  # fmt: skip
     """Update tables as the CPU does, without a change of their versions."""
     with torch.autograd._unsafe_preserve_version_counter(tables):
-        _update(kernel, indices, gradient, [*map(float, scalars)], list(tables))
+        if gradient.dtype == torch.float64:
+            _by_torch(kernel, indices, gradient, [*map(float, scalars)], tables)
+        else:
+            _update(kernel, indices, gradient, [*map(float, scalars)], list(tables))
+
+
+def _by_torch(
+    kernel: str, indices: torch.Tensor, gradient: torch.Tensor, scalars: Sequence[float],
+    tables: tuple[torch.Tensor, ...],
+) -> None:  # fmt: skip
+    """A step in float64 by torch's operations: Triton takes a number as float32. Enqueues all."""
+    if not gradient.numel():
+        return
+    fine = (indices >= 0) & (indices < len(tables[0]))
+    at, g = torch.where(fine, indices, 0).long(), gradient
+    p, *states = (table[at] for table in tables)
+    if kernel == "sgd":
+        made = [torch.add(p, g, alpha=scalars[0])]
+    elif kernel == "adagrad":
+        eps, rate = scalars
+        s = torch.addcmul(states[0], g, g)
+        made = [torch.addcdiv(p, g, s.sqrt() + eps, value=rate), s]
+    else:
+        rest, rest_2, eps, rate = scalars
+        m, v = states[0] + (g - states[0]) * rest, states[1] + (g * g - states[1]) * rest_2
+        made = [p + m / (v.sqrt() + eps) * rate, m, v]
+    # rows out of range write what one of the others does; without others, the first as it is
+    one = fine.to(torch.uint8).argmax(keepdim=True)
+    to = torch.where(fine, at, at[one])
+    for table, new, old in zip(tables, made, (p, *states), strict=True):
+        new = torch.where(fine[:, None], new, old)
+        table.index_copy_(0, to, torch.where(fine[:, None], new, new[one]))
 
 
 KERNELS = {"sgd": sgd_kernel, "adagrad": adagrad_kernel, "adam": adam_kernel}

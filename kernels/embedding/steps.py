@@ -40,11 +40,11 @@ import torch
 from linkweave.kernels.embedding import cpu
 from linkweave.kernels.nvtx_ranges import ranged
 from linkweave.kernels.optim.steps import SCALARS
-from linkweave.kernels.optim.tables import DTYPES
 from linkweave.kernels.tensors import check_overlaps, check_tensor, device_of
 from linkweave.kernels.validate import at_least_0, floats_at_least_0, outside
 
 INDICES = (torch.int32, torch.int64)
+FLOATS = (torch.float32, torch.float64)
 COPIED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -56,7 +56,7 @@ def sgd_rows(
 
     `table` is [rows, width], `indices` is int32 or int64 [n], ascending and distinct, and
     `gradient` is [n, width]. All are contiguous, on the CPU or one GPU; the floats have one dtype:
-    float32, or on the CPU float64. No two overlap.
+    float32 or float64, which torch's operations update on a GPU. No two overlap.
 
     On the CPU, indices are checked before anything is written. On a GPU, where the host would wait
     for that, rows out of range are left out, and of a row that is named twice the result is
@@ -128,13 +128,13 @@ def sum_rows(
     """Add the rows that several ranks have: (distinct rows, their sums).
 
     `rows` is int64 [n], one list after another of so many distinct rows; `values` is [n, width] of
-    float32, or on the CPU of float64. Values of one row are added in the order of the lists. On the
+    float32 or float64. Values of one row are added in the order of the lists. On the
     CPU there are as many results as distinct rows; on a GPU, where the host would wait for their
     number, there are n, of which the last are the row `num_rows` and zeros.
 
     ValueError, TypeError: the tensors do not fit one another.
     """
-    _check(values, "values", DTYPES[device_of(values, "values").type], values)
+    _check(values, "values", FLOATS, values)
     _check(rows, "rows", (torch.int64,), values, (len(values),))
     if (found := sum(at_least_0(n, "a length") for n in lengths)) != len(rows):
         raise ValueError(f"lengths add up to {found}, not to the {len(rows)} rows")
@@ -199,7 +199,7 @@ def _update(
     """A step of an optimizer; the table comes first of `tables`."""
     table = tables["table"]
     device = device_of(table, "table")
-    _check(table, "table", DTYPES[device.type], table)
+    _check(table, "table", FLOATS, table)
     for name, state in tables.items():
         _check(state, name, (table.dtype,), table, tuple(table.shape))
     _check(indices, "indices", INDICES, table, (None,))

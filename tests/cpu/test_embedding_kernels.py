@@ -195,6 +195,33 @@ def test_columns_are_joined_and_split(widths: tuple[int, ...], threads: int) -> 
         assert (back[:3] == 3).all() and (back[-3:] == 3).all()
 
 
+# ---- float64 on GPUs, by operations of torch -----------------------------------------------------
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("kernel", ["sgd", "adagrad", "adam"])
+def test_float64_is_updated_by_torch_as_by_the_cpu(kernel: str, seed: int) -> None:
+    """Rows out of range are left out, as on a GPU the host does not look at them."""
+    rng = np.random.default_rng(seed)
+    rows, width, n = 12, 5, int(rng.integers(0, 9))
+    where = np.sort(rng.choice(rows, n, False))
+    beyond = [rows] * int(rng.integers(0, 4))  # what pads a list
+    indices = torch.tensor([*where, *beyond], dtype=torch.int64)
+    gradient = torch.from_numpy(rng.standard_normal((len(indices), width)))
+    scalars = {"sgd": (-0.1,), "adagrad": (1e-10, -0.1), "adam": (0.1, 0.001, 1e-8, -0.1)}[kernel]
+    tables = [torch.from_numpy(rng.random((rows, width))) for _ in range(1 + len(scalars) // 2)]
+    tables = tables[: {"sgd": 1, "adagrad": 2, "adam": 3}[kernel]]
+    mine = [table.clone() for table in tables]
+    getattr(cpu, kernel)(indices[:n], gradient[:n], tuple(map(np.float64, scalars)),
+                                   *tables)  # fmt: skip
+    versions = [table._version for table in mine]
+    getattr(gpu, kernel)(indices, gradient, tuple(map(np.float64, scalars)), *mine)
+    for one, other in zip(mine, tables, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-15, atol=1e-16)
+        untouched = torch.ones(rows, dtype=torch.bool)
+        untouched[indices[:n]] = False
+        assert torch.equal(one[untouched], other[untouched])
+    assert [table._version for table in mine] == versions
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 TABLE, BUFFER = torch.ones(4, 3), torch.ones(30)
 META = torch.ones(4, 3, device="meta")

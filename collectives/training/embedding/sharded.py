@@ -29,7 +29,7 @@ class ShardedEmbedding(nn.Module):
 
     num_embeddings, embedding_dim: shape of the whole table. There may be more ranks than columns.
     padding_idx: a row that is zero at first and gets no gradient.
-    dtype: float32, or on CPUs float64.
+    dtype: float32 or float64.
     device: where the table is. It may be moved later, unless the group is linkweave's.
     group: as in `DataParallel`. All ranks must construct it.
 
