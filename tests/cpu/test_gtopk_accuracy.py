@@ -67,7 +67,7 @@ def test_training_ends_after_the_most_steps(monkeypatch: pytest.MonkeyPatch) -> 
         ("--accuracy 95", "--accuracy must be above 0 and at most 1, not 95"),
         ("--accuracy 0", "--accuracy must be above 0 and at most 1, not 0"),
         ("--accuracy 0.9 --hook fp16", "--hook does not go with --accuracy"),
-        ("--accuracy 0.9 --model resnet19", "--model must be one of vgg16, resnet18"),
+        ("--accuracy 0.9 --model resnet19", "--model must be one of vgg16, resnet20, resnet18"),
         ("--accuracy 0.9 --density 2", "--density must be above 0 and at most 1, not 2"),
     ],
 )

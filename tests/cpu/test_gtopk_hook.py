@@ -191,5 +191,5 @@ def test_bench_gtopk() -> None:
 def test_bench_gtopk_names_what_it_knows() -> None:
     with pytest.raises(CollectiveError, match="--hook must be one of nothing sent, dense, fp16"):
         measure("resnet18", 0.001, 1, True, ("gossip",))
-    with pytest.raises(CollectiveError, match="--model must be one of vgg16, resnet18"):
+    with pytest.raises(CollectiveError, match="--model must be one of vgg16, resnet20, resnet18"):
         measure("resnet19", 0.001, 1, True)
