@@ -230,7 +230,7 @@ def test_rows_are_complete() -> None:
     assert [series.name for series in part.plots[0].series] == [*WAYS]
     part = tables.training()
     rows = {(row.item, row.what): row for row in part.rows}
-    assert len(rows) == len(part.rows) == 30
+    assert len(rows) == len(part.rows) == 31
     assert rows["figure 7", "LM, RTX2080: over the best baseline, most"].ours is None
     row = rows["figure 7", "GNMT-8, RTX3090: over the best baseline, most"]
     of_half = [s.speedup for s in speeds(GNMT, 0) if s.utilisation == HALF]
