@@ -59,6 +59,10 @@ ABOVE = (
     "b is the link's rate already, and gamma of 1.5 lets all-reduces at once carry 4/3 of it, so "
     "that the model can exceed equation 42"
 )
+HIDDEN = (
+    "here the backward pass hides nearly all that it can; the paper puts DenseNet-201's loss down "
+    "to its many small tensors, which use little of the bandwidth"
+)
 WFBP = "each small tensor pays the whole start-up of 1.4 ms here; libraries pipeline tiny tensors"
 FUSION = (
     "with times by FLOPs some tensors take more than a start-up, so that MG-WFBP overlaps; the "
@@ -108,6 +112,7 @@ def steps() -> Part:
         printed = GAINS[model][1]
         made = {name: overlap.plan(profile, ASC, name) for name in POLICIES}
         ours = {name: schedule.predicted_seconds for name, schedule in made.items()}
+        reached = GPUS * compute / ours["asc-wfbp"]
         flat = {
             name: overlap.plan(even(profile), ASC, name,
                                **({"rule": "program"} if name == "asc-wfbp" else {}))
@@ -122,7 +127,8 @@ def steps() -> Part:
             "mg-wfbp": "even layer times",
             "asc-wfbp": PROGRAM,
         }
-        auto = overlap.plan(profile, ASC, limit_s=1.0).predicted_seconds
+        auto = GPUS * compute / overlap.plan(profile, ASC, limit_s=1.0).predicted_seconds
+        most = chained_limit_of(profile)
         rows += [
             Row("table III", f"{model}: gradient tensors", TENSORS[model], len(profile.layers),
                 f"{INPUT}, the model's"),
@@ -141,10 +147,10 @@ def steps() -> Part:
             Row("table V", f"{model}: limit of the speed-up (equation 42)", limit,
                 limit_of(profile), f"{INPUT}, of the paper's own speed-up"),
             Row("table V", f"{model}: speed-up of ASC-WFBP", speedup,
-                GPUS * compute / ours["asc-wfbp"], SIMULATED, reason=ABOVE),
-            Row("table V", f"{model}: speed-up of auto", None, GPUS * compute / auto, SIMULATED,
+                reached, SIMULATED, reason=ABOVE if reached > limit_of(profile) else HIDDEN),
+            Row("table V", f"{model}: speed-up of auto", None, auto, SIMULATED,
                 reason="chains with the forward pass, which table V's limit leaves out: "
-                f"{chained_limit_of(profile):.1f} at most at the link's rate. {ABOVE}"),
+                f"{most:.1f} at most at the link's rate" + f". {ABOVE}" * (auto > most)),
         ]  # fmt: skip
     less, further = (
         {model: 100 * (1 - e[one] / e[other]) for model, e in exposed.items()}
