@@ -335,8 +335,10 @@ def test_tensors_on_a_gpu_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(call[1] == [1, 2] for call in calls[4:])
     with pytest.raises(TypeError, match="indices must be on cuda:0 as the others, not on cpu"):
         embedding.sgd_rows(table, at(1, 2), gradient, lr=0.1)
-    with pytest.raises(TypeError, match=re.escape("table must be a tensor of torch.float32, not")):
+    with pytest.raises(TypeError, match=r"gradient must be a tensor of torch\.float64, not"):
         embedding.sgd_rows(table.double().as_subclass(OnGpu), indices, gradient, lr=0.1)
+    with pytest.raises(TypeError, match=r"table must be a tensor of torch\.float32"):
+        embedding.sgd_rows(table.half().as_subclass(OnGpu), indices, gradient, lr=0.1)
     with pytest.raises(ValueError, match=re.escape("indices[1] is 4; the table has 4 rows")):
         embedding.lookup(table, at(1, 4).as_subclass(OnGpu), gradient)
 
