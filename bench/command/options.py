@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,6 +54,17 @@ def parse_gpus(text: str) -> list[int]:
             raise CollectiveError(f"--gpus is like 0,1,4-7, not {text!r}")
         gpus += range(int(found[1]), int(found[2] or found[1]) + 1)
     return gpus
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Make errors of what a file holds name the file."""
+    try:
+        yield
+    except CollectiveError as error:
+        if str(file) in str(error):
+            raise
+        raise type(error)(f"{file}: {error}") from None
 
 
 def machine_of(

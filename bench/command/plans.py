@@ -18,6 +18,7 @@ from linkweave.bench.command import options
 from linkweave.collectives import CollectiveError, Explanation, Plan
 from linkweave.collectives.foreign import mscclpp, nccl_graph, nvls, rccl
 from linkweave.collectives.foreign.mscclpp_export import check_size, exported
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.cost import MAX_CHUNKS
 from linkweave.collectives.planning.explain import size_text
@@ -41,14 +42,22 @@ def read_plans(
     """Read a plan of MSCCL++ as it is; or one of ours, or the rings and chains of NCCL or RCCL, as
     all-reduces of so many bytes, verified on the machine. Raises CollectiveError."""
     text = read(str(path))
-    try:
+    with options.naming(path):
         if mscclpp.is_plan(text):
             return mscclpp.read(text)
         return plans_in(text, path, machine, nbytes)
-    except CollectiveError as error:
-        if str(path) in str(error):
-            raise
-        raise type(error)(f"{path}: {error}") from None
+
+
+def plan_file(text: str) -> Path | None:
+    """The file that `--plan` names; None for an algorithm. Raises CollectiveError for neither."""
+    if text in ("auto", *ALGORITHMS["allreduce"]):
+        return None
+    if not os.path.isfile(text):
+        raise CollectiveError(
+            f"--plan: {text!r} is neither a file nor an algorithm; algorithms are "
+            f"{', '.join(ALGORITHMS['allreduce'])}"
+        )
+    return Path(text)
 
 
 def plans_in(text: str, path: Path, machine: Topology, nbytes: int = LARGE) -> list[Plan]:

@@ -58,12 +58,8 @@ def train_trace(
 ) -> None:
     """Compare a measured training step with its prediction."""
     options.writable(png=png, trace=trace)
-    try:
+    with options.naming(step):
         found = overlap.MeasuredStep.from_json(read(str(step)))
-    except CollectiveError as error:
-        if str(step) in str(error):
-            raise
-        raise CollectiveError(f"{step}: {error}") from None
     charts = [
         gantt.predicted(found.schedule, "predicted"),
         gantt.measured(found.schedule, found.timeline),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -59,13 +58,8 @@ def topo(
     for flag, given in (("--plan", plan), ("--tree", part), ("--all-links", all_links)):
         if given is not None and given is not False and not paths:
             raise CollectiveError(f"{flag} draws: give --svg FILE or --png FILE as well")
-    if plan and plan not in ("auto", *ALGORITHMS["allreduce"]):
-        if not os.path.isfile(plan):
-            raise CollectiveError(
-                f"--plan: {plan!r} is neither a file nor an algorithm; algorithms are "
-                f"{', '.join(ALGORITHMS['allreduce'])}"
-            )
-        theirs = plans.read_plans(Path(plan), found)
+    if plan and (file := plans.plan_file(plan)):
+        theirs = plans.read_plans(file, found)
         if isinstance(theirs, mscclpp.ExecutionPlan):
             mscclpp_proof.verify(theirs, found)
             drawn = mscclpp_timing.as_drawn(theirs)

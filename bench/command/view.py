@@ -19,7 +19,6 @@ from linkweave import collectives, topology
 from linkweave.bench.command import options, plans
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.foreign import mscclpp
-from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.plan import Plan
 from linkweave.topology import Topology, TopologyError, Vertex
@@ -154,15 +153,10 @@ def plans_for(
         ]  # fmt: skip
     found: list[Plan] = []
     for one in asked:
-        if one in ("auto", *ALGORITHMS["allreduce"]):
+        if not (file := plans.plan_file(one)):
             found.append(collectives.plan_allreduce(machine, nbytes, one))
-        elif not Path(one).is_file():
-            raise CollectiveError(
-                f"--plan: {one!r} is neither a file nor an algorithm; algorithms are "
-                f"{', '.join(ALGORITHMS['allreduce'])}"
-            )
         else:
-            read = plans.read_plans(Path(one), machine, nbytes)
+            read = plans.read_plans(file, machine, nbytes)
             if isinstance(read, mscclpp.ExecutionPlan):
                 raise CollectiveError(f"{one}: plans of MSCCL++ are drawn by topo --plan")
             found += read
@@ -173,15 +167,15 @@ def _run(
     plan: Plan, machine: Topology, nbytes: int, measured: float | None,
     number: dict[Vertex, int], line: dict[tuple[Vertex, Vertex], int],
 ) -> dict[str, Any]:  # fmt: skip
-    run = collectives.simulate(plan, machine, nbytes)
+    run = motion = collectives.simulate(plan, machine, nbytes)
     best = bound_of(machine, plan.collective)
     shown, note = plan, "Each bar is a chunk that is sent; the line is now."
-    while len(collectives.simulate(shown, machine, nbytes).sends) > SENDS:
+    while len(motion.sends) > SENDS:
         groups = max(1, shown.groups // 2)
         if groups == shown.groups:
             break
         shown = plan.with_chunks(groups * plan.stride)
-    motion = collectives.simulate(shown, machine, nbytes)
+        motion = collectives.simulate(shown, machine, nbytes)
     if shown is not plan:
         note += (
             f" What moves is cut into {shown.num_chunks} chunks in place of {plan.num_chunks}, and "

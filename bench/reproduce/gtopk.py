@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -223,29 +224,18 @@ def scaling() -> Part:
 def training() -> Part:
     """Figures 5 to 8 and 12: convergence, and the network."""
 
-    def beyond(density: float) -> Callable[[Recorded], float]:
+    def chosen(found: Recorded, density: float, conserve: bool) -> dict[str, Any]:
+        rows = (r for r in found.rows if r["gtopk"] and r["gtopk"]["density"] == density)
+        return next(r for r in rows if r["gtopk"]["conserve"] == conserve)
+
+    def beyond(density: float, conserve: bool = False) -> Callable[[Recorded], float]:
         """Points, or % of the loss, between gTop-k at this density and dense."""
-
-        def figure(found: Recorded) -> float:
-            chosen = (r for r in found.rows if r["gtopk"] and r["gtopk"]["density"] == density)
-            return next(float(r["beyond_dense"]) for r in chosen if not r["gtopk"]["conserve"])
-
-        return figure
+        return lambda found: float(chosen(found, density, conserve)["beyond_dense"])
 
     def perplexity(found: Recorded) -> float:
         """% between the perplexities of gTop-k and of dense."""
-        chosen = (r for r in found.rows if r["gtopk"] and r["gtopk"]["density"] == 0.01)
-        mine = next(r["mean"] for r in chosen if not r["gtopk"]["conserve"])
+        mine = chosen(found, 0.01, False)["mean"]
         return 100 * math.expm1(mine - found.row(exchange="dense")["mean"])
-
-    def warm(density: float, conserve: bool) -> Callable[[Recorded], float]:
-        def figure(found: Recorded) -> float:
-            chosen = (r for r in found.rows if r["gtopk"] and r["gtopk"]["density"] == density)
-            return next(
-                float(r["beyond_dense"]) for r in chosen if r["gtopk"]["conserve"] == conserve
-            )
-
-        return figure
 
     record = "convergence-{}-epyc-2-cores"
     rows = [
@@ -269,7 +259,7 @@ def training() -> Part:
         *(
             measured("figure 5", f"accuracy above dense, 4 workers, density {density}, warm-up"
                      f"{words}", "nearly the same", CPU_RANKS, record.format("digits-4-warm-up"),
-                     warm(density, conserve), "points",
+                     beyond(density, conserve), "points",
                      f"{DIGITS}, 400 steps, 5 seeds, the densities of section IV-B first")
             for density, conserve, words in ((0.001, False, ""), (0.01, False, ""),
                                              (0.001, True, ", what merges drop kept"))
