@@ -26,7 +26,7 @@ from linkweave.bench.gpu.api import (
     run_killed,
     run_ranks,
 )
-from linkweave.bench.gpu.calls import beside_nccl, dequeue, enqueue
+from linkweave.bench.gpu.calls import beside_matmul, beside_nccl, dequeue, enqueue, new_sizes
 from linkweave.bench.gpu.meter import MIB, Meter
 from linkweave.bench.gpu.runner import ENVIRONMENT, Result, Row, in_process, run, summary, write
 from linkweave.bench.gpu.sparse import GRADIENT, SparseRows, sparse_ranks
@@ -64,9 +64,13 @@ def _core(meter: Meter, libraries: Sequence[Arrays]) -> Iterator[Row]:
     yield row("tick of the clock", 3, plans.tick, cupy)
     for n, seconds in EMULATED:
         yield row(f"emulated links {n} MiB", seconds, plans.overlap, meter, n * MIB, plans.LINK)
+    if last.name == "torch":
+        yield row("all-reduces beside matrix products", 12, beside_matmul, meter, 64 * MIB,
+                  plans.LINK)  # fmt: skip
     yield from SparseRows(meter, last).rows()
     yield from TritonRows(meter).rows()
     yield row(f"enqueue, {cupy.name} threads", 8, enqueue, cupy, (1, 2, 8), True)
+    yield row(f"new sizes, {cupy.name} threads", 8, new_sizes, cupy, 2, True)
     for arrays in libraries:
         for n, seconds in ((2, 12), (3, 6), (8, 11)):
             yield row(f"threads, {arrays.name}, {n} ranks", seconds,
@@ -94,17 +98,18 @@ def _ipc(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
             yield row("a rank is killed", 10, run_killed, cupy)
             yield row("sparse_allreduce, 2 processes", 10, sparse_ranks, meter, cupy, 2, False, 0)
             yield row(f"enqueue, {cupy.name} processes", 10, enqueue, cupy, (2,), False)
+            yield row(f"new sizes, {cupy.name} processes", 8, new_sizes, cupy, 2, False)
     if last.name == "torch":
         yield row("a graph of torch, 2 processes", 8, run_graph, last)
         for policy in POLICIES:
             yield row(f"train by {policy}, 2 processes", 20, train, last, 2, policy)
         for mode in ("gtopk", "topk"):
-            yield row(f"{mode} as on the CPU, 4 processes", 20, systems.gtopk, last, 4, mode,
+            yield row(f"{mode} as on the CPU, 4 processes", 30, systems.gtopk, last, 4, mode,
                       11_000_000)  # fmt: skip
         for kind in ("SGD", "SparseAdam"):
-            yield row(f"an embedding by {kind} as on the CPU, 4 processes", 15, systems.embedding,
+            yield row(f"an embedding by {kind} as on the CPU, 4 processes", 40, systems.embedding,
                       last, 4, kind)  # fmt: skip
-        yield row("gTop-k beside dense, 4 processes", 25, systems.converge, last, 4)
+        yield row("gTop-k beside dense, 4 processes", 40, systems.converge, last, 4)
         yield row("allreduce beside NCCL", 40 if gpus > 1 else 1, beside_nccl, last, gpus)
 
 
@@ -130,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("part", nargs="?", choices=("core", "ipc"), default="core")
     parser.add_argument("--budget", type=float, default=BUDGET_S,
                         help="seconds in which the command ends (default %(default)g)")  # fmt: skip
-    parser.add_argument("--only", default="", help="rows whose names contain this")
+    parser.add_argument("--only", action="append", default=[],
+                        help="rows whose names contain this, or another --only")  # fmt: skip
     parser.add_argument("--out", type=Path, help="write JSON here, after every row")
     given = parser.parse_args(arguments)
     meter = Meter()
@@ -141,10 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     libraries: list[Arrays] = [CupyArrays()]
     if find_spec("torch"):
         libraries.append(TorchTensors())
+    only = given.only or [""]
     chosen = [row for row in rows(meter, libraries, probe["gpus"])
-              if row.part == given.part and given.only in row.name]  # fmt: skip
+              if row.part == given.part and any(word in row.name for word in only)]  # fmt: skip
     if not chosen:
-        parser.error(f"no row of {given.part} has {given.only!r} in its name")
+        parser.error(f"no row of {given.part} has {' or '.join(map(repr, only))} in its name")
     about = {"machine": machine(), "device": probe, "part": given.part, "environment": ENVIRONMENT}
     found: list[Result] = []
     for row in run(chosen, start + given.budget):

@@ -37,9 +37,8 @@ class Methods:
 
         x: torch tensor, NumPy or CuPy array of any shape, on the CPU or this rank's GPU; or a list
             of them with one dtype and one device, which is combined in one call.
-        op: "sum", "min", "max" or "prod"; "avg" for floats; "and", "or" or "xor" for integers, on
-            the CPU only. A bool takes all but "avg" (nor "xor" on a GPU): its sum is "or" and
-            its product is "and".
+        op: "sum", "min", "max" or "prod"; "avg" for floats; "and", "or" or "xor" for integers. A
+            bool takes all but "avg": its sum is "or" and its product is "and".
         out: tensor (or list of tensors) of the shape and dtype of `x`, which receives the result;
             `x` is then not changed. It may be `x` itself, but must not overlap it otherwise.
         async_op: return a `Work` at once. Calls keep their order. On a GPU the call runs on a side

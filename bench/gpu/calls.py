@@ -1,4 +1,4 @@
-"""Rows of `bench.gpu_suite` that time public calls: on the host, and beside NCCL."""
+"""Rows of `bench.gpu_suite` that time calls: on the host, beside NCCL, and beside a model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from linkweave.bench.collectives import Settings, run
 from linkweave.bench.gpu.api import Arrays, on_ranks
 from linkweave.bench.gpu.meter import Meter, noise, settings_of
 from linkweave.bench.gpu.runner import Failed, LeftOut, Result
 from linkweave.collectives import get_default, plan_allreduce
+from linkweave.collectives.runtime.gpu.executor import width_of
 from linkweave.topology import load
 
 CALLS = 50  # enqueued without a wait; the GPU's queue holds more
@@ -42,6 +44,24 @@ def enqueue(arrays: Arrays, ranks: Sequence[int], virtual: bool, rounds: int = 2
     return row
 
 
+def time_new_sizes(rank: int, arrays: Arrays, sizes: int) -> float:
+    """Median seconds of the host for the first all-reduce of a size."""
+    comm, found = get_default(), []
+    x = arrays.put(noise(rank, NBYTES))
+    for n in range(NBYTES // 4 - sizes, NBYTES // 4):
+        start = time.perf_counter()
+        comm.allreduce(x[:n], "max")
+        found.append(time.perf_counter() - start)
+    comm.synchronize()
+    return statistics.median(found)
+
+
+def new_sizes(arrays: Arrays, ranks: int, virtual: bool, sizes: int = 50) -> Result:
+    """The host's time for a call of a size that has not been made before, on the slowest rank."""
+    seconds = on_ranks(time_new_sizes, ranks, arrays, sizes, virtual=virtual)
+    return {"ranks": ranks, "first_call_us": 1e6 * max(seconds)}
+
+
 def beside_nccl(
     arrays: Arrays, gpus: int, sizes: Sequence[int] = NCCL_BYTES, rounds: int = 5
 ) -> Result:
@@ -59,6 +79,61 @@ def beside_nccl(
         nccl = {"seconds": theirs, "times_ours": theirs / ours}
         found[f"{size} bytes"] = {"seconds": ours, "nccl": nccl}
     return found
+
+
+MATRIX = 8192
+WIDTHS = (16, 8, 4, 2, 1)  # thread blocks of each track
+
+
+def beside_matmul(
+    meter: Meter, nbytes: int, link: float, matrix: int = MATRIX, where: str = "cuda"
+) -> Result:
+    """All-reduces over links of `link` bytes/s beside products of matrices, by thread blocks.
+
+    Alone, each takes about as long. `hidden` is the share of that time which running them together
+    saves: 1 if neither slows the other.
+    """
+    import torch
+
+    device, plan = meter.device, plan_allreduce(load("mesh-4"), nbytes, "overlapped_double_tree")
+    a, b = (torch.randn(matrix, matrix, device=where).bfloat16() for _ in range(2))
+    out, model, side, rows = torch.empty_like(a), device.make_stream(), device.make_stream(), []
+    on = partial(torch.cuda.ExternalStream, model) if where == "cuda" else lambda: None
+
+    def multiply(times: int) -> None:
+        with torch.cuda.stream(on()):
+            for _ in range(times):
+                torch.mm(a, b, out=out)
+
+    def wait() -> None:
+        for stream in (model, side):
+            device.synchronise(stream)
+
+    product = meter.seconds(partial(multiply, 1), wait, 5)
+    with meter.ranks(plan.size) as ranks, meter.filled(plan.size, nbytes) as memory:
+        most = width_of(plan, ranks.occupancy("float32", "max"))
+        for width in (each for each in WIDTHS if each <= most):
+            prepared = ranks.prepare(plan, nbytes, "float32", "max", width)
+            reduce = partial(ranks.run, prepared, memory.buffers, side, round(1e12 / link),
+                             inputs=memory.inputs)  # fmt: skip
+            alone = meter.seconds(reduce, wait, 5)
+            calls = max(1, round(8 * product / alone))
+            products = max(1, round(calls * alone / product))
+
+            def both(calls: int = calls, products: int = products, reduce: Any = reduce) -> None:
+                for _ in range(calls):
+                    reduce()
+                multiply(products)
+
+            apart = calls * alone, products * product
+            saved = sum(apart) - meter.seconds(both, wait, 5)
+            blocks = settings_of(ranks, prepared, nbytes)["blocks"]
+            rows.append({"blocks": blocks, "allreduce_s": alone, "hidden": saved / min(apart)})
+            print(rows[-1])  # kept if a later one fails
+            ranks.check()
+    for stream in (model, side):
+        device.free_stream(stream)
+    return {"bytes": nbytes, "link_bytes_per_s": link, "product_s": product, "rows": rows}
 
 
 LAYERS = 16

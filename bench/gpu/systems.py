@@ -6,6 +6,7 @@ What they compute on the GPU must have the bits of what the same ranks compute o
 from __future__ import annotations
 
 import time
+import zlib
 from statistics import median
 from typing import Any
 
@@ -23,8 +24,8 @@ BELOW = 0.5
 def _compared(
     words: str, fn: Any, ranks: int, arrays: Arrays, *args: Any, device: str
 ) -> float:  # fmt: skip
-    """Run `fn(rank, arrays, *args, device)`, which returns (bytes, seconds), on the device and on
-    the CPU; the seconds of the slowest rank."""
+    """Run `fn(rank, arrays, *args, device)`, which returns (checksum, seconds), on the device and
+    on the CPU; the seconds of the slowest rank."""
     found, want = (on_ranks(fn, ranks, arrays, *args, on, timeout=60) for on in (device, "cpu"))
     for rank, (mine, its) in enumerate(zip(found, want, strict=True)):
         if mine[0] != its[0]:
@@ -33,8 +34,9 @@ def _compared(
 
 
 # ---- gTop-k -------------------------------------------------------------------------------------
-def averaged(rank: int, arrays: Arrays, mode: str, n: int, device: str) -> tuple[bytes, float]:
-    """(averages and residuals of some steps, the median seconds of an exchange) of n gradients."""
+def averaged(rank: int, arrays: Arrays, mode: str, n: int, device: str) -> tuple[int, float]:
+    """(checksum of averages and residuals of some steps, the median seconds of an exchange) of n
+    gradients."""
     import torch
 
     from linkweave.collectives.planning.sparse_tree import binomial_tree
@@ -51,7 +53,7 @@ def averaged(rank: int, arrays: Arrays, mode: str, n: int, device: str) -> tuple
     transport.open(1)
     average = SparseAverage(transport, mode, True)
     generator = torch.Generator().manual_seed(rank)
-    residual, found, times = torch.zeros(n, device=device), bytearray(), []
+    residual, found, times = torch.zeros(n, device=device), 0, []
     for step in range(STEPS):
         x = torch.randn(n, generator=generator).to(torch.bfloat16 if step % 2 else torch.float32)
         x = x.to(device)
@@ -60,9 +62,10 @@ def averaged(rank: int, arrays: Arrays, mode: str, n: int, device: str) -> tuple
         average(0, x, residual, [n // 3, n - n // 3], 0.001)
         residual.sum().item()
         times.append(time.perf_counter() - begun)
-        found += x.float().cpu().numpy().tobytes() + residual.cpu().numpy().tobytes()
+        for each in (x.float(), residual):
+            found = zlib.crc32(each.cpu().numpy(), found)
     transport.close()
-    return bytes(found), median(times)
+    return found, median(times)
 
 
 def gtopk(arrays: Arrays, ranks: int, mode: str, n: int, device: str = "cuda") -> Result:
@@ -105,8 +108,8 @@ def converge(arrays: Arrays, ranks: int, device: str = "cuda") -> Result:
 
 
 # ---- embeddings ---------------------------------------------------------------------------------
-def rows_trained(rank: int, arrays: Arrays, kind: str, device: str) -> tuple[bytes, float]:
-    """(the table after some steps, the mean seconds of the last ones)."""
+def rows_trained(rank: int, arrays: Arrays, kind: str, device: str) -> tuple[int, float]:
+    """(checksum of the table after some steps, the mean seconds of the last ones)."""
     import torch
     from torch import nn
 
@@ -133,7 +136,7 @@ def rows_trained(rank: int, arrays: Arrays, kind: str, device: str) -> tuple[byt
         for optimizer in optimizers:
             optimizer.step()
     model.finish()
-    whole = table.whole(table.weight).cpu().numpy().tobytes()
+    whole = zlib.crc32(table.whole(table.weight).cpu().numpy())
     seconds = (time.perf_counter() - begun) / STEPS
     model.close()
     table.close()

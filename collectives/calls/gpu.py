@@ -268,7 +268,7 @@ class GpuContext:
     ) -> Request:  # fmt: skip
         request = self.gpu.planner.request(kind, buffer, op, root, algorithm, parts, "gpu")
         self.gpu.ensure_occupancy(buffer.dtype, op, self.caller)
-        # in others some ranks use scratch memory, or nothing is pushed
+        # others are not pushed: their senders do not wait until the receiver's buffer is free
         if COLLECTIVES[kind].symmetric:
             request = replace(request, symmetric=self.gpu.symmetric_address(buffer))
         return request

@@ -27,7 +27,7 @@ from linkweave import collectives, kernels
 from linkweave.bench import gpu_suite
 from linkweave.bench.gpu import calls, plans, runner, triton
 from linkweave.bench.gpu.api import CupyArrays, TorchTensors, run_killed, run_ranks
-from linkweave.bench.gpu.calls import beside_nccl, enqueue
+from linkweave.bench.gpu.calls import beside_nccl, enqueue, new_sizes
 from linkweave.bench.gpu.meter import MIB, Meter
 from linkweave.bench.gpu.runner import Failed, Result, Row, in_process, run
 from linkweave.bench.gpu.sparse import SparseRows, sparse_ranks
@@ -243,7 +243,7 @@ def test_the_command_writes_after_every_row_and_prints_a_table(
             Row("a", "core", 9, crashed), Row("d", "ipc", 9, crashed)]  # fmt: skip
     monkeypatch.setattr(gpu_suite, "described", lambda meter: {"gpus": 1})
     monkeypatch.setattr(gpu_suite, "rows", lambda meter, libraries, gpus: rows)
-    assert gpu_suite.main(["ipc", "--only", "a", "--out", str(out)]) == 0
+    assert gpu_suite.main(["ipc", "--only", "a b", "--only", "a c", "--out", str(out)]) == 0
     told = json.loads(out.read_text())
     assert told["part"] == "ipc" and told["device"]["gpus"] == 1
     assert [row["name"] for row in told["rows"]] == ["a b", "a c"]
@@ -276,6 +276,7 @@ MEASURES: dict[str, Callable[[Meter], Result]] = {
     "short sweep": partial(plans.sweep, nbytes=8192, grid=plans.SHORT_GRID,
                            algorithm="auto"),
     "dequeue": partial(gpu_suite.dequeue, nbytes=MIB),
+    "matrices": partial(calls.beside_matmul, nbytes=1 << 16, link=1e8, matrix=64, where="cpu"),
 }  # fmt: skip
 
 
@@ -302,6 +303,9 @@ def test_plans_are_measured_with_their_settings(name: str, monkeypatch: pytest.M
             assert values["chunk_bytes"] == {1 << 15} and values["threads"] == {128}
         else:
             assert values["protocol"] == {"lines", "counters"}
+    if name == "matrices":
+        assert [r["blocks"] for r in row["rows"]] == [14 * width for width in (8, 4, 2, 1)]
+        assert all(r["hidden"] <= 1.5 for r in row["rows"])
 
 
 @needs_compiler
@@ -408,6 +412,9 @@ def test_the_host_s_time_of_a_call(virtual: bool, monkeypatch: pytest.MonkeyPatc
         row = enqueue(HostArrays(), (1, 2), virtual, 1)
     assert row.keys() == {"1 ranks", "2 ranks"}
     assert all(found["enqueue_us"] > 0 for found in row.values())
+    with gpus(monkeypatch):
+        row = new_sizes(HostArrays(), 2, virtual, 3)
+    assert row["ranks"] == 2 and row["first_call_us"] > 0
 
 
 @pytest.mark.parametrize("wrong", [0, 3])
