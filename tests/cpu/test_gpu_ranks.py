@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,7 +21,13 @@ from linkweave.collectives import (
 )
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime import reference
-from linkweave.collectives.runtime.gpu.executor import GpuRanks, virtual_ranks
+from linkweave.collectives.runtime.gpu import executor
+from linkweave.collectives.runtime.gpu.executor import (
+    MOST_BLOCKS,
+    GpuRanks,
+    virtual_ranks,
+    width_of,
+)
 from linkweave.collectives.runtime.gpu.memory import LocalMemory
 from linkweave.topology import load
 
@@ -82,6 +89,22 @@ def test_blocks_beyond_the_device_are_refused_and_a_cap_is_kept() -> None:
         ranks.prepare(plan, 1 << 20, "float32", "sum")
     with virtual_ranks(HostDevice(), 8, max_blocks=70) as ranks:
         assert ranks.prepare(plan, 1 << 20, "float32", "sum").config.width == 2
+
+
+@pytest.mark.parametrize(("machine", "tracks"), [("dgx1-v100", 34), ("dgx-h100", 15)])
+def test_launches_leave_room_by_default(machine: str, tracks: int) -> None:
+    """A rank's launch has at most 80 blocks, where a GPU holds 264; only a plan of more tracks has
+    more."""
+    plan = plan_allreduce(load(machine), 1 << 26)
+    assert max(sum(t.rank == rank for t in plan.tracks) for rank in range(8)) == tracks
+    alone = [((rank,), 264) for rank in range(8)]
+    assert width_of(plan, alone) == MOST_BLOCKS // tracks
+    assert width_of(plan, alone, 264) == 264 // tracks
+    assert width_of(plan, [((*range(8),), 2640)]) == 8 * MOST_BLOCKS // len(plan.tracks)
+    short = [((rank,), tracks) for rank in range(8)]
+    assert width_of(plan, short) == 1
+    with patch.object(executor, "MOST_BLOCKS", tracks - 1):
+        assert width_of(plan, alone) == 1
 
 
 def test_a_wrong_number_of_buffers_is_refused() -> None:

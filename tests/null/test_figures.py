@@ -205,5 +205,30 @@ def test_one_gpu() -> None:
             assert reached <= least if "us" in aim else reached >= least, name
 
 
+def test_what_a_later_gpu_showed() -> None:
+    """The second table of docs/status.md, and from what the default of `max_blocks` follows."""
+    found = rows("gpu-core-h100", "name", state="ok")
+    beside = {row["blocks"]: row for row in found["all-reduces beside matrix products"]["rows"]}
+    slowest = max(beside[blocks]["allreduce_s"] for blocks in (112, 56, 28))
+    assert slowest < 1.01 * beside[224]["allreduce_s"]
+    assert max(beside, key=lambda blocks: beside[blocks]["hidden"]) == 56
+    sparse = [row["dense"]["times_ours"] for name, row in found.items() if "sparse" in name]
+    (apart,) = (row["first_call_us"] for name, row in found.items() if "new sizes" in name)
+    systems = rows("gpu-ipc-systems-h100", "name", state="ok")
+    want = {
+        "of the shorter time hidden beside products of matrices, 224 blocks": 224,
+        "the same, 112 blocks": 112, "the same, 56 blocks": 56, "the same, 28 blocks": 28,
+    }  # fmt: skip
+    told = table("docs/status.md", 2)
+    assert {name: told[name] for name in want} == {
+        name: [f"{100 * beside[blocks]['hidden']:.0f} %"] for name, blocks in want.items()
+    }
+    several = systems["new sizes, cupy processes"]["first_call_us"]
+    assert told["first call of a size, processes"] == [f"{several / 1e3:.1f} ms"]
+    assert told["first call of a size, threads"] == [f"{apart / 1e3:.1f} ms"]
+    name = "`sparse_allreduce` of 16.8 million elements beside a dense one, 2 to 8 threads"
+    assert told[name] == [f"{min(sparse):.2f} to {max(sparse):.2f}"]
+
+
 def test_the_page_of_collectives_between_machines_is_that_of_the_records() -> None:
     assert hosts_page.PAGE.read_text() == hosts_page.page()
