@@ -174,14 +174,19 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> int:
         """Allocate zeroed device memory, at least one byte. Raises MemoryError if there is none
         even after torch and CuPy have given back what they cache."""
+        nbytes = max(nbytes, 1)
+        return self._filled(nbytes, lambda at: self._runtime.memsetAsync(at, 0, nbytes, self._own))
+
+    def _filled(self, nbytes: int, fill: Callable[[int], object]) -> int:
+        """Device memory that `fill(address)` has written on the device's own stream."""
         with self._beside_captures():
-            if not (address := self._malloc(max(nbytes, 1))):
+            if not (address := self._malloc(nbytes)):
                 self._empty_caches()
-                address = self._malloc(max(nbytes, 1))
+                address = self._malloc(nbytes)
             if not address:
                 raise MemoryError(f"GPU {self.index} has no {nbytes} bytes left")
             try:
-                self._runtime.memsetAsync(address, 0, max(nbytes, 1), self._own)
+                fill(address)
                 self._runtime.streamSynchronize(self._own)
             except BaseException:
                 self._runtime.free(address)
@@ -215,14 +220,11 @@ class CudaDevice:
             return cupy.ndarray((nbytes,), "uint8", cupy.cuda.MemoryPointer(memory, 0))
 
     def upload(self, array: np.ndarray) -> int:
-        """Allocate device memory and copy the array's bytes to it."""
-        address = self.allocate(array.nbytes)
-        if array.nbytes:
-            whole = np.ascontiguousarray(array)
-            self.store(address, whole)
-            with self._beside_captures():
-                self._runtime.streamSynchronize(self._own)
-        return address
+        """Allocate device memory and copy the array's bytes to it. Raises as `allocate`."""
+        if not array.nbytes:
+            return self.allocate(0)
+        whole = np.ascontiguousarray(array)
+        return self._filled(whole.nbytes, lambda at: self.store(at, whole))
 
     def store(self, address: int, array: np.ndarray) -> None:
         """Enqueue a copy of a contiguous array's bytes to device memory; the array must live on."""

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from linkweave.kernels.gpu.device import CudaDevice
@@ -98,6 +99,20 @@ def test_setting_up_waits_for_its_own_stream_only(runtime: Runtime) -> None:
     assert [(name, arguments) for name, _, arguments in runtime.calls] == [
         ("malloc", (1,)), ("memsetAsync", (4096, 0, 1, 77)), ("streamSynchronize", (77,))
     ]  # fmt: skip
+
+
+def test_an_upload_waits_once(runtime: Runtime) -> None:
+    """The copy fills the memory, which need not be cleared before."""
+    device, values = CudaDevice(0), np.arange(6, dtype=np.uint32)
+    runtime.calls.clear()
+    assert device.upload(values) == 4096
+    names = [name for name, *_ in runtime.calls]
+    assert names == ["malloc", "memcpyAsync", "streamSynchronize"]
+    assert runtime.calls[1][2][:3] == (4096, values.ctypes.data, 24)
+    runtime.answers["memcpyAsync"] = CUDARuntimeError("no")
+    with pytest.raises(RuntimeError, match=r"^no$"):
+        device.upload(values)
+    assert runtime.calls[-1] == ("free", 0, (4096,))
 
 
 def test_memory_that_is_full_is_asked_for_again_without_caches(
