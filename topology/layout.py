@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from linkweave.topology.clusters import nodes_of
@@ -104,6 +104,16 @@ class Positions:
         return isinstance(src, int) or isinstance(dst, int)
 
 
+class Star(Positions):
+    """Seats around a box, with straight lines between them and the middle of it."""
+
+    def curve(self, src: Vertex, dst: Vertex, offset: float = 0) -> list[complex]:
+        a, b = self.anchor(src), self.anchor(dst)
+        aside = GAP * offset * 1j * (b - a) / abs(b - a) * (1 if str(src) < str(dst) else -1)
+        ways = [i / 120 for i in range(121)]
+        return [a + aside + t * (b - a) for t in ways]
+
+
 def bend_through(a: complex, b: complex, c: complex, d: complex) -> list[complex]:
     """A cubic Bezier curve."""
     ways = [(1 - i / 120, i / 120) for i in range(121)]
@@ -125,9 +135,41 @@ def lay_out(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions:
         if len(gpus) == 8 and (seat := topology.isomorphic_to(whole)):
             same = tuple(links) == whole.fabric  # then not one of its symmetries
             return Positions({g: _CUBE[g if same else seat[g]] for g in gpus})
+        if gpus == whole.gpus and {*_ends(whole.fabric)} <= {*_ends(links)}:  # with more links
+            return Positions(dict(enumerate(_CUBE)))
     everyone = (*gpus, *topology.forwarders)
     radius, turn = max(1.25, 0.19 * len(everyone)), cmath.exp(-1j * math.tau / len(everyone))
     return Positions({g: radius * 1j * turn**i for i, g in enumerate(everyone)})
+
+
+def star(size: int, middle: str) -> Positions:
+    """`size` seats on a circle around one box."""
+    radius, turn = max(1.6, 0.17 * size), cmath.exp(-1j * math.tau / size)
+    corner = complex(0.35 * radius, 0.09 * radius)
+    return Star({i: radius * 1j * turn**i for i in range(size)}, {middle: (-corner, corner)})
+
+
+def lay_out_node(topology: Topology, gpus: Sequence[int]) -> tuple[Positions, list[Link]]:
+    """A layout of one node of a cluster with what it is attached to above it; and its links."""
+    near = neighbours((k.src, k.dst) for k in topology.fabric if k.kind != "network")
+    part = {*reach(near, gpus[0])}
+    own = [k for k in topology.fabric if k.src in part and k.dst in part]
+    outer = [k for k in topology.fabric if (k.src in part) != (k.dst in part)
+             and (isinstance(k.src, str) or k.src in part)
+             and (isinstance(k.dst, str) or k.dst in part)]  # fmt: skip
+    layout = _row(gpus, own, arcs=False, cluster=True)
+    top = max([RADIUS, *(b.imag for _, b in layout.boxes.values())])
+    low, high = _span(layout)
+    net = dict.fromkeys(v for k in outer for v in (k.src, k.dst) if v not in part)
+    for i, name in enumerate(str(v) for v in net):
+        y = top + 0.7 + _RAIL * i
+        layout.boxes[name] = (complex(low, y - BOX), complex(high, y + BOX))
+    layout.passed = set(net)
+    return layout, [*own, *outer]
+
+
+def _ends(links: Iterable[Link]) -> Iterator[tuple[Vertex, Vertex]]:
+    return ((k.src, k.dst) for k in links)
 
 
 def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions:

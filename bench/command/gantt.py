@@ -112,6 +112,46 @@ def _bars(chart: Chart) -> list[list[tuple[float, float, int]]]:
     return bars
 
 
+def as_data(charts: Sequence[Chart]) -> dict[str, Any]:
+    """The charts as a page's JSON has them: bars are (start, end, layer, words), times in us."""
+    profile = charts[0].schedule.profile
+    names = [layer.name for layer in profile.layers]
+    found = []
+    for chart in charts:
+        line, lanes = chart.timeline, chart.schedule.lanes
+        rows: list[list[tuple[float, float, int, str]]] = [[] for _ in range(2 + lanes)]
+        for row, spans, what in ((0, line.backward, "backward"), (-1, line.forward, "forward")):
+            rows[row] = [
+                (_us(start), _us(end), layer, f"{names[layer]}, {what}")
+                for layer, (start, end) in enumerate(spans)
+            ]
+        ready = {i: end for i, (_, end) in enumerate(line.backward)}
+        sends = zip(chart.schedule.communications, line.sends, strict=True)
+        for number, (c, (start, end)) in enumerate(sends):
+            layers = [piece.layer for piece in c.pieces]
+            those = names[layers[0]] + (f" and {len(layers) - 1} more" if len(layers) > 1 else "")
+            words = (
+                f"{c.kind} {number} of {those}: {c.nbytes / 1e3:,.0f} kB, its gradients ready at "
+                f"{max(ready[layer] for layer in layers) * 1e3:.2f} ms"
+            )
+            rows[1 + c.lane].append((_us(start), _us(end), layers[0], words))
+        kinds = ["backward", *(f"lane {i}" for i in range(lanes)), "forward"]
+        found.append({
+            "title": chart.title, "name": chart.name, "us": _us(line.seconds),
+            "bound": _us(chart.schedule.lower_bound_seconds),
+            "rows": [{"name": name, "bars": sorted(bars)}
+                     for name, bars in zip(kinds, rows, strict=True)],
+        })  # fmt: skip
+    network = charts[0].schedule.network
+    made = " (synthetic times)" if profile.synthetic else ""
+    about = f"{profile.name}{made}, {network.name}, {network.workers} workers"
+    return {"about": about, "layers": len(names), "charts": found}
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 2)
+
+
 def trace(charts: Sequence[Chart]) -> str:
     """Return a Chrome trace (chrome://tracing, Perfetto) with a process for each chart."""
     profile = charts[0].schedule.profile

@@ -6,15 +6,19 @@ import json
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from linkweave import collectives
 from linkweave.bench.command import options
+from linkweave.bench.command.pictures import Made, views_of_plans
 from linkweave.bench.command.plans import one_of
+from linkweave.bench.command.view import write
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.foreign import nccl_tests
 from linkweave.collectives.planning.explain import size_text
+from linkweave.topology import Topology
 from linkweave.topology.loading import read
 
 
@@ -28,16 +32,31 @@ def judge(
     gpus: options.GpusOption = None,
     gpu: options.ModelOption = None,
     measured: options.MeasuredOption = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Show the judgement, and our plans in motion, on a page, an .html file."),
+    ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Judge a log of nccl-tests, size by size."""
+    options.writable(page=page)
     found = options.machine_of(one_of(machine, topo), gpus, measured, gpu)
     text = read(str(log))
     with options.console.status("planning"):
         told = nccl_tests.judge(nccl_tests.read(text, str(log)), found, collective)
     if as_json:
         print(json.dumps({"topology": found.name, **asdict(told)}))
-        return
+    else:
+        tell(told, found)
+    if page:
+        with options.console.status("simulating"):
+            views = views_of_plans(found, plans_of(told, found))
+        write(page, f"{told.collective} on {found.name}", f"measured by nccl-tests: {log}", views,
+              judged=as_data(told))  # fmt: skip
+
+
+def tell(told: nccl_tests.Judgement, found: Topology) -> None:
+    """Print a judgement."""
     best = told.rows[0].bound
     print(f"{told.collective} on {found.name}, measured by nccl-tests")
     print(options.table(
@@ -48,8 +67,35 @@ def judge(
     ))  # fmt: skip
     if best:
         print(f"bound: {best / 1e9:.4g} GB/s on the wires, as our best counts; it is simulated")
-    for sentence in told.sentences:
-        print(textwrap.fill(sentence[0].upper() + sentence[1:] + ".", options.WIDTH))
+    for sentence in sentences(told):
+        print(textwrap.fill(sentence, options.WIDTH))
+
+
+def sentences(told: nccl_tests.Judgement) -> list[str]:
+    return [f"{text[0].upper()}{text[1:]}." for text in told.sentences]
+
+
+def plans_of(told: nccl_tests.Judgement, machine: Topology) -> list[Made]:
+    """Our plans for the smallest, the middle and the largest size."""
+    last = len(told.rows) - 1
+    rows = [told.rows[i] for i in dict.fromkeys((0, last // 2, last))]
+    return [
+        Made(row.nbytes, [(collectives.plan_collective(
+            told.collective, machine, row.nbytes, algorithm=row.algorithm), None)])
+        for row in rows
+    ]  # fmt: skip
+
+
+def as_data(told: nccl_tests.Judgement) -> dict[str, Any]:
+    """The judgement as a page's JSON has it; rates in GB/s, times in us."""
+    rows = [
+        {"bytes": max(1, row.nbytes), "size": size_text(row.nbytes), "us": row.seconds * 1e6,
+         "theirs": row.algbw / 1e9, "share": row.share and f"{row.share:.1%}",
+         "best": row.predicted * 1e6, "by": row.algorithm,
+         "ours": row.nbytes / row.predicted / 1e9 if row.predicted else 0.0}
+        for row in told.rows
+    ]  # fmt: skip
+    return {"rows": rows, "bound": (told.rows[0].bound or 0) / 1e9, "says": sentences(told)}
 
 
 def nccl_tuner(

@@ -29,6 +29,8 @@ REACHED = 0.4
 253.1 images/s (batch 64; HKBU-HPML/ddl-benchmarks, 2020-05-29), which is 6.2 TFLOP/s, 0.40 of its
 peak; BERT-base at 212.8 sequences/s, 0.57."""
 BATCH = 64
+POLICIES = ("ddp", "mg-wfbp", "us-byte", "c-cube")
+"""Where steps of few policies are told: PyTorch's, and one of each kind."""
 
 
 @dataclass(frozen=True)

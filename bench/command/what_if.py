@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,17 +12,18 @@ from typing import Annotated
 import typer
 
 from linkweave import collectives, topology
-from linkweave.bench.command import options
+from linkweave.bench.command import gantt, options
+from linkweave.bench.command.pictures import before_and_after
 from linkweave.bench.command.plans import one_of
-from linkweave.bench.command.predict import network_of, work_of
+from linkweave.bench.command.predict import POLICIES, Work, network_of, work_of
+from linkweave.bench.command.view import write
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import Schedule, models
 from linkweave.collectives.planning.explain import size_text
 from linkweave.topology import Topology
 from linkweave.topology.edits import parse_ends, with_links, with_nics, without_links
 
-POLICIES = ("ddp", "mg-wfbp", "us-byte", "c-cube")
-"""The policies of which a step is predicted: PyTorch's, and one of each kind."""
+EDITS = "--remove-link", "--add-link", "--add-nic"
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ def what_if(
     png: Annotated[
         Path | None, typer.Option(help="Draw both machines with their plans to this file.")
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Show both machines and plans in motion on a page, an .html file."),
+    ] = None,
     as_json: options.JsonOption = False,
 ) -> None:  # fmt: skip
     """Show what a change of a machine's links would do."""
@@ -90,7 +95,7 @@ def what_if(
         raise CollectiveError(
             "name what changes: --remove-link, --add-link or --add-nic; or the other machine, --to"
         )
-    options.writable(png=png)
+    options.writable(png=png, page=page)
     edits = remove or (), add or (), nics
     after = options.machine_of(to, None, None, gpu) if to else edited(before, *edits)
     nbytes = options.parse_size(size)
@@ -103,6 +108,28 @@ def what_if(
         with options.console.status("drawing"):
             draw((before, after), nbytes, png)
         options.console.print(f"drawn: {png}", highlight=False)
+    if page:
+        among = None if to else edited(before, (), *edits[1:])
+        both = (("before", before), ("after", after))
+        with options.console.status("simulating"):
+            views = before_and_after(before, after, among, nbytes)
+        charts = [
+            gantt.predicted(made, f"{name}, {made.policy}")
+            for name, one in both if model is not None
+            for made in schedules_of(work_of(model, one, batch, tflops), one)
+        ]  # fmt: skip
+        change = f"to {after.name}" if to else " ".join(
+            f"{flag} {value}" for flag, values in zip(EDITS, edits, strict=True)
+            for value in (values if isinstance(values, Sequence) else [values] * bool(values))
+        )  # fmt: skip
+        write(page, f"{before.name}: what if", change, views,
+              charts)  # fmt: skip
+
+
+def schedules_of(work: Work, machine: Topology) -> list[Schedule]:
+    """The steps of some policies on a machine."""
+    network = network_of(machine)
+    return [overlap.plan(work.profile, network, name) for name in POLICIES]
 
 
 def edited(machine: Topology, remove: Iterable[str], add: Iterable[str], nics: int) -> Topology:
@@ -124,8 +151,8 @@ def outlook(
         line = collectives.simulate(plan, machine, nbytes)
     steps, words = {}, ""
     if model is not None:
-        work, network = work_of(model, machine, batch, tflops), network_of(machine)
-        made: list[Schedule] = [overlap.plan(work.profile, network, name) for name in POLICIES]
+        work = work_of(model, machine, batch, tflops)
+        made = schedules_of(work, machine)
         steps = {schedule.policy: schedule.predicted_seconds for schedule in made}
         words = work.words or "measured times, taken to be the same on both machines"
     return Outlook(

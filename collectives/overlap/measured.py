@@ -42,6 +42,11 @@ class MeasuredStep:
         })  # fmt: skip
 
     @staticmethod
+    def is_one(text: str) -> bool:
+        """Whether a text says that it is a step in JSON, right or not."""
+        return f'"format": "{_FORMAT}"' in text[:100]
+
+    @staticmethod
     def from_json(text: str) -> MeasuredStep:
         """What `to_json` wrote. Raises CollectiveError for anything else."""
         data = read_format(text, _FORMAT, "step JSON", CollectiveError)

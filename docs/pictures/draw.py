@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-import linkweave
 from linkweave import overlap, topology
-from linkweave.bench.command import gantt
+from linkweave.bench.command import gantt, view
+from linkweave.bench.command.pictures import views_of
 from linkweave.collectives.overlap.communication import whole
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 INK, LINE, FILLS = "#1a1a1a", "#555555", ("#dbe9f6", "#fde6cf", "#dcefdc")
 
 
-def trees() -> None:
-    machine = topology.load("dgx1-v100")
-    plan = linkweave.plan_allreduce(machine, 1 << 26, "overlapped_double_tree")
-    topology.draw(machine, [HERE / "dgx1-trees.png"], plan)
+def frame() -> None:
+    """A moment of `linkweave view dgx1-v100 --plan overlapped_double_tree`, by Chromium."""
+    machine, name = topology.load("dgx1-v100"), "overlapped_double_tree"
+    with TemporaryDirectory() as folder:
+        page = Path(folder) / "view.html"
+        view.write(page, machine.name, view.about(machine), views_of(machine, [1 << 26], [name]))
+        subprocess.run(
+            ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+             "--window-size=1000,1060", "--virtual-time-budget=3000",
+             f"--screenshot={HERE / 'view.png'}", f"file://{page}#64MiB/{name}/0.515/n0"],
+            check=True, capture_output=True,
+        )  # fmt: skip
 
 
 def steps() -> None:
@@ -115,5 +125,5 @@ def densities() -> None:
 
 
 if __name__ == "__main__":
-    for picture in (trees, steps, layers, call, densities):
+    for picture in (frame, steps, layers, call, densities):
         picture()

@@ -6,24 +6,35 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from linkweave import collectives, topology
-from linkweave.bench.command import view
+from linkweave.bench.command import pictures, predict, view
 from linkweave.bench.command.cli import app
-from linkweave.collectives import CollectiveError
+from linkweave.collectives import CollectiveError, overlap
+from linkweave.topology.clusters import nodes_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SIZE = 1 << 26
 
 
 def written(path: Path, *words: str) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["view", *words, "-o", str(path)])
+    """The only view of a page of `linkweave view`."""
+    (one,) = whole(path, "view", *words, "-o")["views"]
+    found: dict[str, Any] = one
+    return found
+
+
+def whole(path: Path, *words: str) -> dict[str, Any]:
+    """What a page holds that a command writes to `path`, its last argument."""
+    done = CliRunner().invoke(app, [*words, str(path)])
     assert done.exit_code == 0, done.output
     text = path.read_text()
     assert not re.search(r"(src|href)=.?https?:|@import|url\(", text), "it needs something else"
@@ -65,7 +76,7 @@ def test_long_plans_move_in_fewer_chunks(tmp_path: Path) -> None:
     path = tmp_path / "v.html"
     data = written(path, "2 x dgx-h100", "-s", "256M", "--plan", "packed_trees")
     (run,) = data["sizes"][0]["runs"]
-    assert 0 < len(run["sends"]) <= view.SENDS and "are of the plan itself" in run["note"]
+    assert 0 < len(run["sends"]) <= pictures.SENDS and "are of the plan itself" in run["note"]
     assert max(end for *_, end in run["sends"]) == pytest.approx(run["us"], rel=1e-3)
     assert path.stat().st_size < 2e6
 
@@ -80,10 +91,166 @@ def test_any_machine_has_a_page(machine: str, tmp_path: Path) -> None:
 
 
 def test_what_a_page_cannot_show(tmp_path: Path) -> None:
-    with pytest.raises(CollectiveError, match="has 128 GPUs: a page shows at most 64"):
-        view.page(topology.load("16 x dgx-a100"), [1024], [])
+    with pytest.raises(CollectiveError, match="has 65 GPUs, and a node more than 64"):
+        pictures.views_of(topology.load("ring-65"), [1024], [])
+    with pytest.raises(CollectiveError, match="--node 9: 9 x dgx-a100 has nodes 0 to 8"):
+        pictures.views_of(topology.load("9 x dgx-a100"), [1024], [], 9)
+    with pytest.raises(CollectiveError, match="--node is for more than 64 GPUs: 2 x mesh-4 has 8"):
+        pictures.views_of(topology.load("2 x mesh-4"), [1024], [], 1)
     with pytest.raises(CollectiveError, match="'nosuch' is neither a file nor an algorithm"):
-        view.page(topology.load("mesh-3"), [1024], ["nosuch"])
+        pictures.views_of(topology.load("mesh-3"), [1024], ["nosuch"])
+
+
+# ---- large clusters -----------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "node"), [("9 x dgx-h100", 0), ("10 x mesh-7", 9)])
+def test_a_large_cluster_has_its_nodes_and_one_of_them(
+    name: str, node: int, tmp_path: Path
+) -> None:
+    machine, nbytes = topology.load(name), 1 << 20
+    data = whole(tmp_path / "v.html", "view", name, "-s", "1M", "--node", str(node), "-o")
+    outer, inner = data["views"]
+    nodes = nodes_of(machine)
+    plan = collectives.plan_allreduce(machine, nbytes)
+    line = collectives.simulate(plan, machine, nbytes)
+    home = {gpu: i for i, gpus in enumerate(nodes) for gpu in gpus}
+    assert [one["name"] for one in outer["nodes"]] == [
+        *(f"node {i}" for i in range(len(nodes))), "network"
+    ]  # fmt: skip
+    (run,), (own,) = (view["sizes"][0]["runs"] for view in (outer, inner))
+    assert run["us"] == own["us"] == line.seconds * 1e6 and run["name"] == plan.algorithm
+    # between nodes: all bytes, and the times in which any of a pair's sends is under way
+    sizes, gpus = plan.chunk_sizes(nbytes), machine.gpus
+    moved: dict[tuple[int, int], int] = {}
+    times: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for send in line.sends:
+        ends = plan.connections[send.connection]
+        pair = home[gpus[ends.src]], home[gpus[ends.dst]]
+        if pair[0] != pair[1]:
+            moved[pair] = moved.get(pair, 0) + int(sizes[send.chunk])
+            times.setdefault(pair, []).append((send.start, send.end))
+    out = {i: sum(n for (a, _), n in moved.items() if a == i) for i in range(len(nodes))}
+    links = [(one["a"], one["b"]) for one in outer["links"]]
+    told = {links[int(i)][0]: n for i, n in run["bytes"].items() if links[int(i)][0] < len(nodes)}
+    assert told == {i: n for i, n in out.items() if n}
+    pairs = [tuple(ends) for ends in run["ends"]]
+    assert pairs == sorted(moved)
+    for i, pair in enumerate(pairs):
+        spans = [send[2:] for send in run["sends"] if send[0] == i]
+        assert spans[0][0] == pytest.approx(1e6 * min(times[pair])[0], abs=0.01)
+        assert spans[-1][1] == pytest.approx(1e6 * max(e for _, e in times[pair]), abs=0.01)
+        assert sum(e - s for s, e in spans) <= 1e6 * sum(e - s for s, e in times[pair]) + 1
+        for start, end in times[pair][:20]:
+            assert any(s - 0.01 <= 1e6 * start and 1e6 * end <= e + 0.01 for s, e in spans)
+    # within the node: each send that begins or ends there, and the names of those outside
+    assert [one["name"] for one in inner["nodes"]][: len(nodes[node])] == [
+        f"GPU {gpu}" for gpu in sorted(nodes[node])
+    ]
+    inside = [
+        c for c in plan.connections if c.links and node in (home[gpus[c.src]], home[gpus[c.dst]])
+    ]  # fmt: skip
+    assert len(own["ends"]) == len(inside)
+    for (a, b), c in zip(own["ends"], inside, strict=True):
+        for told_end, rank in ((a, c.src), (b, c.dst)):
+            name = told_end if isinstance(told_end, str) else inner["nodes"][told_end]["name"]
+            assert name == f"GPU {gpus[rank]}"
+    assert 0 < len(own["sends"]) <= pictures.SENDS
+
+
+def test_times_that_overlap_are_one_and_short_gaps_close_where_there_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    which = np.array([1, 0, 1, -1, 0, 1])
+    starts, ends = np.array([0.0, 5, 1, 0, 8, 9]), np.array([2.0, 6, 3, 9, 9, 10])
+    want = [(0, 5.0, 6.0), (0, 8.0, 9.0), (1, 0.0, 3.0), (1, 9.0, 10.0)]
+    assert pictures._merged(which, starts, ends, 10.0) == want
+    monkeypatch.setattr(pictures, "SENDS", 3)
+    assert pictures._merged(which, starts, ends, 10.0) == [(0, 5.0, 9.0), *want[2:]]
+    assert pictures._merged(which[:0], starts[:0], ends[:0], 1.0) == []
+
+
+# ---- what is beside pictures --------------------------------------------------------------------
+def test_steps_are_those_of_the_schedules(tmp_path: Path) -> None:
+    data = whole(tmp_path / "v.html", "view", "dgx1-v100", "-s", "1M", "--train",
+                 "resnet50", "-o")  # fmt: skip
+    machine = topology.load("dgx1-v100")
+    work = predict.work_of("resnet50", machine)
+    network = overlap.Network.from_topology(machine)
+    assert [chart["name"] for chart in data["steps"]["charts"]] == [*predict.POLICIES]
+    for chart in data["steps"]["charts"]:
+        made = overlap.plan(work.profile, network, chart["name"])
+        line = made.timeline
+        assert chart["us"] == pytest.approx(1e6 * line.seconds, abs=0.01)
+        backward, *lanes, forward = (row["bars"] for row in chart["rows"])
+        assert sum(map(len, lanes)) == len(line.sends) == len(made.communications)
+        for row, spans in ((backward, line.backward), (forward, line.forward)):
+            want = sorted((1e6 * s, 1e6 * e) for s, e in spans)
+            assert [bar[:2] for bar in row] == [pytest.approx(span, abs=0.01) for span in want]
+
+
+def test_a_measured_step_has_a_page(tmp_path: Path) -> None:
+    layers = tuple(overlap.Layer(name, 4000, 1e-3, 2e-3) for name in "ab")
+    profile = overlap.Profile(layers)
+    made = overlap.plan(profile, overlap.Network(1e-4, 1e-9), "wfbp")
+    late = replace(made.timeline, seconds=2 * made.timeline.seconds)
+    step = tmp_path / "step.json"
+    step.write_text(overlap.MeasuredStep(made, late).to_json())
+    data = whole(tmp_path / "v.html", "view", str(step), "-o")
+    assert data["views"] == [] and [c["name"] for c in data["steps"]["charts"]] == [
+        "predicted", "measured"
+    ]  # fmt: skip
+    assert data["steps"]["charts"][1]["us"] == pytest.approx(2e6 * made.timeline.seconds, abs=0.02)
+    refused = CliRunner().invoke(app, ["view", str(step), "--size", "1M"])
+    assert refused.exit_code and "is shown without other options" in str(refused.exception)
+    step.write_text(step.read_text().replace('"timeline"', '"time"'))
+    bad = CliRunner().invoke(app, ["view", str(step)])
+    assert bad.exit_code and str(step) in str(bad.exception)
+
+
+def test_a_change_is_marked_on_one_layout(tmp_path: Path) -> None:
+    data = whole(tmp_path / "v.html", "what-if", "dgx1-v100", "--remove-link", "0-1",
+                 "--add-link", "0-5=2", "--add-link", "0-3", "--page")  # fmt: skip
+    before, after = data["views"]
+    assert [(n["x"], n["y"]) for n in before["nodes"]] == [(n["x"], n["y"]) for n in after["nodes"]]
+    marks = [
+        {(link["a"], link["b"]): link["change"] for link in one["links"] if link["change"]}
+        for one in (before, after)
+    ]
+    assert marks == [
+        {(a, b): word for one, other, word in rows for a, b in ((one, other), (other, one))}
+        for rows in (
+            ((0, 1, "only here"), (0, 3, "less here"), (0, 5, "not here")),
+            ((0, 1, "not here"), (0, 3, "more here"), (0, 5, "only here")),
+        )
+    ]  # fmt: skip
+    other = whole(tmp_path / "v.html", "what-if", "mesh-3", "--to", "ring-5", "--page")
+    assert [len(one["nodes"]) for one in other["views"]] == [3, 5]
+    assert not any(link["change"] for one in other["views"] for link in one["links"])
+    large = CliRunner().invoke(
+        app, ["what-if", "9 x dgx-a100", "--add-nic", "1", "--page", str(tmp_path / "v.html")]
+    )
+    assert large.exit_code and "--page shows at most 64 GPUs" in str(large.exception)
+
+
+LOG = """# nThread 1 nGpus 4 minBytes 1024 maxBytes 4194304
+#       size         count      type   redop    root     time   algbw   busbw #wrong
+        1024           256     float     sum      -1    10.00    0.10    0.15      0
+     4194304       1048576     float     sum      -1   100.00   41.94   62.91      0
+"""
+
+
+def test_a_judgement_has_a_page(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(LOG)
+    data = whole(tmp_path / "v.html", "judge", str(log), "mesh-4", "-c", "allreduce", "--page")
+    (one,), told = data["views"], data["judged"]
+    assert [size["name"] for size in one["sizes"]] == ["1 KiB", "4 MiB"]
+    want = [(1024, 10.0), (1 << 22, pytest.approx(100.0))]
+    assert [(row["bytes"], row["us"]) for row in told["rows"]] == want
+    for row, size in zip(told["rows"], one["sizes"], strict=True):
+        (run,) = size["runs"]
+        assert run["name"] == row["by"] and run["us"] == pytest.approx(row["best"])
+        assert row["theirs"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
+    assert told["bound"] == topology.allreduce_bound(topology.load("mesh-4")) / 1e9
 
 
 def test_plans_of_files_are_shown(tmp_path: Path) -> None:
@@ -99,7 +266,7 @@ def test_plans_of_files_are_shown(tmp_path: Path) -> None:
         assert data["bound"].startswith(f"{collective}:" if collective == "broadcast" else "no bou")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(CollectiveError, match=re.escape(str(tmp_path / "bad.json"))):
-        view.page(machine, [1 << 20], [str(tmp_path / "bad.json")])
+        pictures.views_of(machine, [1 << 20], [str(tmp_path / "bad.json")])
 
 
 def test_autos_choice_comes_first_and_measured_times_are_told(
@@ -115,12 +282,13 @@ def test_odd_names_do_no_harm(tmp_path: Path) -> None:
     name = "x<!--<script></script>&\"'"
     plain = topology.load("mesh-3")
     named = topology.Topology(name, plain.gpus, plain.links)
-    text = view.page(named, [1024], [])
+    text = view.page(name, view.about(named), pictures.views_of(named, [1024], []))
     assert text.count("<script") == 2 and text.count("</script>") == 2
     data = re.search(r'application/json">(.*?)</script>', text, re.DOTALL)
     assert data is not None and json.loads(data[1])["title"] == name
 
 
+# ---- in a browser -------------------------------------------------------------------------------
 def shown(page: Path, state: str) -> str:
     """The page's text, where the address has this state."""
     assert CHROMIUM is not None
@@ -155,3 +323,26 @@ def test_a_browser_shows_the_time_and_what_is_chosen(tmp_path: Path) -> None:
     written(page, "dgx1-v100", "-s", "1M", "--plan", "overlapped_double_tree")
     first = shown(page, "1MiB/overlapped_double_tree/0/")
     assert '<h2 id="chosen">overlapped_double_tree</h2>' in first and "0.0 us of" in first
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_a_browser_shows_nodes_changes_steps_and_judgements(tmp_path: Path) -> None:
+    page, log = tmp_path / "v.html", tmp_path / "log.txt"
+    data = whole(page, "view", "9 x dgx1-v100", "-s", "1M", "--train", "resnet50",
+                 "-o")  # fmt: skip
+    text = shown(page, "1MiB/any/0.5/n0/0")
+    assert '<h2 id="chosen">node 0</h2>' in text and "choose it again to see it" in text
+    inner = shown(page, "1MiB/any/0.5/n1/1")
+    assert '<h2 id="chosen">GPU 1</h2>' in inner and '<option value="1">node 0' in inner
+    assert inner.count("<canvas") == 2 + len(data["steps"]["charts"])
+    step = shown(page, "step=0.5")
+    assert "ddp: " in step and "backward: " in step
+    assert '<section id="judged" hidden' in step and '<section id="steps">' in step
+    whole(page, "what-if", "mesh-4", "--remove-link", "0-1", "--page")
+    text = shown(page, "64MiB///l0/1")
+    assert 'class="link gone"' in text and '<p id="marks" class="soft">' in text
+    log.write_text(LOG)
+    whole(page, "judge", str(log), "mesh-4", "-c", "allreduce", "--page")
+    text = shown(page, "")
+    assert "4 MiB: measured 100.0 us, 41.94 GB/s" in text and 'class="theirs"' in text
+    assert '<p id="marks" class="soft" hidden' in text
