@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import POLICIES, MeasuredStep, Schedule, StepTimeline
@@ -195,6 +196,12 @@ class DataParallel(nn.Module):
             )
         if self._engine is None:
             return self.module(*args, **kwargs)
+        if DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
+            raise CollectiveError(
+                "this DataParallel is inside DistributedDataParallel, and both would average its "
+                "gradients, to wrong values: pass it to nothing else, or let DDP have the module "
+                'over init_process_group("linkweave")'
+            )
         with compiling_by(None) as callback:
             return self._engine.forward(callback, args, kwargs)
 

@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = re.findall(r"```py\n(.*?)```", (ROOT / "docs/howto/recipes.md").read_text(), re.DOTALL)
-SAID = {"accelerate": "2 processes, loss below 5: True", "lightning": "2 processes, linkweave"}
+SAID = {
+    "accelerate": "2 processes, loss below 5: True", "lightning": "2 processes, linkweave",
+    "transformers": "2 processes, linkweave loss below 5: True",
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -231,6 +231,12 @@ def a_ddp_module_is_refused(rank: int) -> None:
         inner = nn.Sequential(nn.parallel.DistributedDataParallel(net()))
         said = error_of(lambda: DataParallel(inner, sgd(inner.parameters())))
         assert "DistributedDataParallel averages gradients itself" in said
+        inner, x = net(), images(0, 2)[0]
+        model = DataParallel(inner, sgd(inner.parameters()))
+        around = nn.parallel.DistributedDataParallel(nn.Sequential(model))  # as trainers wrap
+        assert "this DataParallel is inside DistributedDataParallel" in error_of(lambda: around(x))
+        with torch.no_grad():
+            assert around(x).shape == model(x).shape
         dist.destroy_process_group()
 
 
