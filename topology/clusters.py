@@ -27,6 +27,11 @@ from linkweave.topology.topology import Topology
 
 _HEAD = re.compile(r"(\d{1,18})\s*[x*]\s*([^\s=]+)\s*(.*)", re.IGNORECASE | re.DOTALL)
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GB/s|Gb/s|Gbit/s)")
+_SOLD = {  # by how names begin
+    "dgx1": 1, "dgx2": 1, "dgx-a100": 2, "dgx-h100": 4, "dgx-h200": 4, "dgx-b200": 4,
+}  # fmt: skip
+"""The NICs with which machines are sold, in units of 100 Gbit/s: NVIDIA's data sheets."""
+_USUAL = 2
 _KEYS = ("nics", "nic", "leaf", "oversubscription", "latency")
 
 
@@ -44,10 +49,12 @@ def cluster(
 
     The g-th GPU of node i gets the number i * (GPUs of a node) + g, and its switch s the name
     "node{i}.s". `nic` is the bandwidth of a NIC in bytes/s each way, unless the machine's file
-    tells it; by default 24 GB/s (200 Gbit/s) are assumed. `leaf` is the number of nodes on a leaf
-    switch. Raises TopologyError for arguments that make no sense and for more than 4,096 GPUs.
+    tells it; by default that with which a DGX is sold, and for others 24 GB/s (200 Gbit/s). `leaf`
+    is the number of nodes on a leaf switch. Raises TopologyError for arguments that make no sense
+    and for more than 4,096 GPUs.
     """
-    assumed, nic = nic is None, 2 * speeds.NETWORK if nic is None else nic
+    sold = next((n for name, n in _SOLD.items() if machine.name.startswith(name)), None)
+    assumed, nic = nic is None, (sold or _USUAL) * speeds.NETWORK if nic is None else nic
     size = len(machine.gpus)
     if not nodes >= 1 or nodes * size > MAX_N:
         raise TopologyError(
@@ -68,7 +75,8 @@ def cluster(
     inner, ports = _node(machine, nics, nic, latency_us)
     assumptions = machine.assumptions
     if assumed and nodes > 1 and not any(k.kind == "network" for k in machine.links):
-        assumptions += (f"NICs of {nic / speeds.GB:g} GB/s: nic= tells others",)
+        why = f", as a {machine.name} is sold" if sold else ""
+        assumptions += (f"NICs of {nic / speeds.GB:g} GB/s{why}: nic= tells others",)
     index = {g: i for i, g in enumerate(machine.gpus)}
     links: list[Link] = []
     for i in range(nodes):

@@ -135,7 +135,8 @@ def lay_out(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions:
         if len(gpus) == 8 and (seat := topology.isomorphic_to(whole)):
             same = tuple(links) == whole.fabric  # then not one of its symmetries
             return Positions({g: _CUBE[g if same else seat[g]] for g in gpus})
-        if gpus == whole.gpus and {*_ends(whole.fabric)} <= {*_ends(links)}:  # with more links
+        more = {*_ends(links)} - {*_ends(whole.fabric)}
+        if gpus == whole.gpus and len(links) == len(whole.fabric) + len(more) and _clear(more):
             return Positions(dict(enumerate(_CUBE)))
     everyone = (*gpus, *topology.forwarders)
     radius, turn = max(1.25, 0.19 * len(everyone)), cmath.exp(-1j * math.tau / len(everyone))
@@ -166,6 +167,17 @@ def lay_out_node(topology: Topology, gpus: Sequence[int]) -> tuple[Positions, li
         layout.boxes[name] = (complex(low, y - BOX), complex(high, y + BOX))
     layout.passed = set(net)
     return layout, [*own, *outer]
+
+
+def _clear(links: Iterable[tuple[Vertex, Vertex]]) -> bool:
+    """Whether lines between corners of the cube run through no other corner."""
+    for src, dst in links:
+        a, b = _CUBE[int(src)], _CUBE[int(dst)]
+        for c in {*_CUBE} - {a, b}:
+            along = max(0.0, min(1.0, ((c - a) / (b - a)).real))
+            if abs(a + along * (b - a) - c) < RADIUS + GAP:
+                return False
+    return True
 
 
 def _ends(links: Iterable[Link]) -> Iterator[tuple[Vertex, Vertex]]:

@@ -13,12 +13,22 @@ from linkweave.collectives.overlap import Schedule, StepTimeline
 
 @dataclass(frozen=True)
 class Chart:
-    """A step under a schedule; `timeline` has its times, `words` say more about them."""
+    """A step under a schedule; `timeline` has its times, `words` say more about them, and `about`
+    what they rest on."""
 
     name: str
     schedule: Schedule
     timeline: StepTimeline
     words: str
+    about: str = ""
+
+    @property
+    def case(self) -> str:
+        """The model, the network and the ranks."""
+        profile, network = self.schedule.profile, self.schedule.network
+        made = " (synthetic times)" if profile.synthetic else ""
+        words = f"{profile.name}{made}, {network.name}, {network.workers} workers"
+        return f"{words}; {self.about}" if self.about else words
 
     @property
     def title(self) -> str:
@@ -85,11 +95,7 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
         axis.set_title(chart.title + longer, fontsize=9, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("ms from the start of the backward pass")
-    made = " (synthetic times)" if first.profile.synthetic else ""
-    figure.suptitle(
-        f"{first.profile.name}{made}, {first.network.name}, {first.network.workers} workers",
-        fontsize=11,
-    )
+    figure.suptitle(charts[0].case, fontsize=11)
     bar = figure.colorbar(
         matplotlib.cm.ScalarMappable(scale, colours), ax=list(axes[:, 0]), fraction=0.02, pad=0.01
     )
@@ -137,15 +143,12 @@ def as_data(charts: Sequence[Chart]) -> dict[str, Any]:
             rows[1 + c.lane].append((_us(start), _us(end), layers[0], words))
         kinds = ["backward", *(f"lane {i}" for i in range(lanes)), "forward"]
         found.append({
-            "title": chart.title, "name": chart.name, "us": _us(line.seconds),
+            "title": chart.title, "name": chart.name, "case": chart.case, "us": _us(line.seconds),
             "bound": _us(chart.schedule.lower_bound_seconds),
             "rows": [{"name": name, "bars": sorted(bars)}
                      for name, bars in zip(kinds, rows, strict=True)],
         })  # fmt: skip
-    network = charts[0].schedule.network
-    made = " (synthetic times)" if profile.synthetic else ""
-    about = f"{profile.name}{made}, {network.name}, {network.workers} workers"
-    return {"about": about, "layers": len(names), "charts": found}
+    return {"layers": len(names), "charts": found}
 
 
 def _us(seconds: float) -> float:

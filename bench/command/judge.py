@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from linkweave import collectives
-from linkweave.bench.command import options
-from linkweave.bench.command.pictures import Made, views_of_plans
+from linkweave.bench.command import options, pictures
+from linkweave.bench.command.pictures import Made
 from linkweave.bench.command.plans import one_of
 from linkweave.bench.command.view import write
 from linkweave.collectives import CollectiveError
@@ -42,6 +42,8 @@ def judge(
     options.writable(page=page)
     found = options.machine_of(one_of(machine, topo), gpus, measured, gpu)
     text = read(str(log))
+    if page:
+        pictures.check(found)
     with options.console.status("planning"):
         told = nccl_tests.judge(nccl_tests.read(text, str(log)), found, collective)
     if as_json:
@@ -50,7 +52,7 @@ def judge(
         tell(told, found)
     if page:
         with options.console.status("simulating"):
-            views = views_of_plans(found, plans_of(told, found))
+            views = pictures.views_of_plans(found, plans_of(told, found))
         write(page, f"{told.collective} on {found.name}", f"measured by nccl-tests: {log}", views,
               judged=as_data(told))  # fmt: skip
 
@@ -79,17 +81,20 @@ def plans_of(told: nccl_tests.Judgement, machine: Topology) -> list[Made]:
     """Our plans for the smallest, the middle and the largest size."""
     last = len(told.rows) - 1
     rows = [told.rows[i] for i in dict.fromkeys((0, last // 2, last))]
-    return [
-        Made(row.nbytes, [(collectives.plan_collective(
-            told.collective, machine, row.nbytes, algorithm=row.algorithm), None)])
-        for row in rows
-    ]  # fmt: skip
+    found = []
+    for row in rows:
+        nbytes = nccl_tests.whole(row.nbytes, told.collective, len(machine.gpus))
+        plan = collectives.plan_collective(
+            told.collective, machine, nbytes, algorithm=row.algorithm
+        )
+        found.append(Made(nbytes, [(plan, None)]))
+    return found
 
 
 def as_data(told: nccl_tests.Judgement) -> dict[str, Any]:
     """The judgement as a page's JSON has it; rates in GB/s, times in us."""
     rows = [
-        {"bytes": max(1, row.nbytes), "size": size_text(row.nbytes), "us": row.seconds * 1e6,
+        {"bytes": row.nbytes, "size": size_text(row.nbytes), "us": row.seconds * 1e6,
          "theirs": row.algbw / 1e9, "share": row.share and f"{row.share:.1%}",
          "best": row.predicted * 1e6, "by": row.algorithm,
          "ours": row.nbytes / row.predicted / 1e9 if row.predicted else 0.0}

@@ -192,12 +192,13 @@ def sane(elements: int, density: float, *others: tuple[str, int, int]) -> None:
 
 def writable(**files: Path | None) -> None:
     """Raise CollectiveError unless the file of each option can be written, before what takes long.
-    --html, --png and --svg take files that end so."""
+    --html, --page, --png and --svg take files that end so."""
     for option, path in files.items():
         if path is None:
             continue
-        if option in ("html", "png", "svg") and path.suffix != f".{option}":
-            raise CollectiveError(f"--{option} writes a file that ends in .{option}, not {path}")
+        kind = "html" if option == "page" else option
+        if kind in ("html", "png", "svg") and path.suffix != f".{kind}":
+            raise CollectiveError(f"--{option} writes a file that ends in .{kind}, not {path}")
         if not path.parent.is_dir():
             raise CollectiveError(f"--{option} {path}: there is no folder {path.parent}")
         try:

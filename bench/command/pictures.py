@@ -25,6 +25,7 @@ from linkweave.topology.clusters import nodes_of
 from linkweave.topology.layout import RADIUS, Positions, lay_out, lay_out_node, star
 from linkweave.topology.link import KINDS
 from linkweave.topology.routes import neighbours, reach
+from linkweave.topology.timings import measured_seconds
 
 SENDS = 6000
 """That move in a picture of one plan; with more, the same plan is cut into fewer chunks."""
@@ -122,36 +123,34 @@ def _called(machine: Topology) -> Callable[[Vertex], str]:
 def views_of(
     machine: Topology, sizes: Sequence[int], asked: Sequence[str], node: int = 0
 ) -> list[View]:
-    """Views of a machine with the plans asked for, by algorithm or file; or `auto`'s and the next
-    best. Raises CollectiveError as planning and `views_of_plans` do."""
-    _check(machine, node)
+    """Views of a machine with the plans asked for, by algorithm or file; or `auto`'s and, up to
+    GPUS GPUs, the next best. Raises CollectiveError as planning does."""
     most = 1 if len(machine.gpus) > GPUS else 1 + OTHERS
     made = [Made(nbytes, plans_for(machine, nbytes, asked, most)) for nbytes in sizes]
     return views_of_plans(machine, made, node)
 
 
 def views_of_plans(machine: Topology, made: Sequence[Made], node: int = 0) -> list[View]:
-    """Views of all GPUs, or of a large cluster's nodes and of one node. Raises CollectiveError for
-    a machine too large, and a node that is not there."""
-    nodes = _check(machine, node)
+    """Views of all GPUs, or of a large cluster's nodes and of one node."""
     if len(machine.gpus) > GPUS:
+        nodes = nodes_of(machine)
         return [of_nodes(machine, nodes, made), of_node(machine, nodes, node, made)]
     return [whole(machine, made)]
 
 
-def _check(machine: Topology, node: int) -> list[tuple[int, ...]]:
-    """The nodes of a machine that can be shown."""
+def check(machine: Topology, node: int | None = None) -> None:
+    """Raise CollectiveError for a machine that has no picture, and a node that cannot be opened."""
     nodes, size = nodes_of(machine), len(machine.gpus)
-    if size > GPUS and max(map(len, nodes)) > GPUS:
+    largest = max(map(len, nodes))
+    if size > GPUS and largest > GPUS:
         raise CollectiveError(
-            f"{machine.name} has {size} GPUs, and a node more than {GPUS}, which is what a "
-            "picture shows; choose some with --gpus"
+            f"{machine.name} has a node of {largest} GPUs; a picture shows at most {GPUS}: choose "
+            "some with --gpus"
         )
-    if not 0 <= node < len(nodes):
-        raise CollectiveError(f"--node {node}: {machine.name} has nodes 0 to {len(nodes) - 1}")
-    if node and size <= GPUS:
+    if node is not None and size <= GPUS:
         raise CollectiveError(f"--node is for more than {GPUS} GPUs: {machine.name} has {size}")
-    return nodes
+    if node is not None and not 0 <= node < len(nodes):
+        raise CollectiveError(f"--node {node}: {machine.name} has nodes 0 to {len(nodes) - 1}")
 
 
 def whole(
@@ -180,7 +179,9 @@ def whole(
             return ""
         return "more here" if own[ends] > other[ends] else "less here"
 
-    picture = Picture.of(name, lay_out(among, fabric, arcs=True), fabric, _called(machine), changed)
+    where = lay_out(among, fabric, arcs=True)
+    links = [machine.by_ends.get((link.src, link.dst), link) for link in fabric]
+    picture = Picture.of(name, where, links, _called(machine), changed)
     runs = [[_run(plan, machine, each.nbytes, seconds, picture) for plan, seconds in each.plans]
             for each in made]  # fmt: skip
     return picture.showing(machine, made, runs)
@@ -191,11 +192,6 @@ def before_and_after(
 ) -> list[View]:
     """Views of both machines with `auto`'s plan and the next best; laid out alike, with what
     differs, if `among` has the links of both."""
-    for machine in (before, after):
-        if len(machine.gpus) > GPUS:
-            raise CollectiveError(
-                f"--page shows at most {GPUS} GPUs: {machine.name} has {len(machine.gpus)}"
-            )
     pairs = (("before", before, after), ("after", after, before))
     return [
         whole(one, [Made(nbytes, plans_for(one, nbytes, ()))], name, among and other, among)
@@ -206,15 +202,16 @@ def before_and_after(
 def of_nodes(machine: Topology, nodes: Sequence[Sequence[int]], made: Sequence[Made]) -> View:
     """The view of a cluster's nodes: what they send each other, by time and bytes."""
     home = {g: i for i, gpus in enumerate(nodes) for g in gpus}
-    outer = [k for k in machine.links if k.kind == "network"]
     owner = {v: i for i, gpus in enumerate(nodes) for v in _part(machine, gpus)}
-    links, rate = [], [0] * len(nodes)
-    for link in outer:
-        if link.src in owner:
-            rate[owner[link.src]] += int(link.count * link.bandwidth)
-    for i, whole_rate in enumerate(rate):
-        for ends in ((i, NETWORK), (NETWORK, i)):
-            links.append(Link(*ends, whole_rate, kind="network"))
+    speed: dict[tuple[Vertex, Vertex], int] = {}  # between a node and the network, each way
+    ways: dict[tuple[Vertex, Vertex], tuple[tuple[Vertex, Vertex], int]] = {}
+    for link in machine.links:
+        ends: tuple[Vertex, Vertex] = owner.get(link.src, NETWORK), owner.get(link.dst, NETWORK)
+        if link.kind == "network" and ends != (NETWORK, NETWORK):
+            rate = int(link.count * link.bandwidth)
+            ways[link.src, link.dst] = ends, rate
+            speed[ends] = speed.get(ends, 0) + rate
+    links = [Link(*ends, rate, kind="network") for ends, rate in sorted(speed.items(), key=str)]
 
     def called(v: Vertex) -> str:
         return f"node {v}" if isinstance(v, int) else v
@@ -227,14 +224,13 @@ def of_nodes(machine: Topology, nodes: Sequence[Sequence[int]], made: Sequence[M
         gpus = machine.gpus
         pairs = [(home[gpus[c.src]], home[gpus[c.dst]]) for c in plan.connections]
         apart = sorted({pair for pair in pairs if pair[0] != pair[1]})
-        place = {pair: i for i, pair in enumerate(apart)}
-        which = np.array([place.get(pair, -1) for pair in pairs])[line.rows[0]]
-        busy, carried = {}, [0.0] * len(picture.line)
-        for ends, share in line.utilisation.items():
-            for v, number in ((ends[0], 0), (ends[1], 1)):
-                if v in owner and ends[1 - number] not in owner:
-                    at = picture.line[(owner[v], NETWORK) if number == 0 else (NETWORK, owner[v])]
-                    busy.setdefault(at, []).append(share)
+        order = {pair: i for i, pair in enumerate(apart)}
+        which = np.array([order.get(pair, -1) for pair in pairs])[line.rows[0]]
+        busy, carried = dict.fromkeys(speed, 0.0), [0.0] * len(picture.line)
+        for between, share in line.utilisation.items():
+            if between in ways:
+                ends, rate = ways[between]
+                busy[ends] += share * rate / speed[ends]
         sizes = plan.chunk_sizes(nbytes)
         moved = np.bincount(which + 1, sizes[line.rows[1]], minlength=len(apart) + 1)[1:]
         for (a, b), n in zip(apart, moved.tolist(), strict=True):
@@ -244,7 +240,7 @@ def of_nodes(machine: Topology, nodes: Sequence[Sequence[int]], made: Sequence[M
         return {
             **_facts(plan, line, machine, seconds),
             "note": "Each bar is a time in which a node sends to another; the line is now.",
-            "busy": {at: round(sum(some) / len(some), 3) for at, some in busy.items()},
+            "busy": {picture.line[ends]: round(share, 3) for ends, share in busy.items()},
             "bytes": {i: round(n) for i, n in enumerate(carried) if n},
             "ends": [[picture.number[a], picture.number[b]] for a, b in apart],
             "ways": [[picture.line[a, NETWORK], picture.line[NETWORK, b]] for a, b in apart],
@@ -274,7 +270,7 @@ def _part(machine: Topology, gpus: Sequence[int]) -> set[Vertex]:
 
 def _merged(which: Any, starts: Any, ends: Any, seconds: float) -> list[tuple[int, float, float]]:
     """(number, start, end) of the times in which sends of each number are under way; those of -1
-    are left out. Short gaps are closed until there are at most SENDS."""
+    are left out. Short gaps are closed until there are at most SENDS, or no gaps."""
     order = np.lexsort((starts, which))
     order = order[which[order] >= 0]
     number, begin, end = which[order], starts[order], ends[order]
@@ -290,7 +286,7 @@ def _merged(which: Any, starts: Any, ends: Any, seconds: float) -> list[tuple[in
             first, last = [0, *cut], [*(cut - 1), len(part) - 1]
             found += [(int(number[part[0]]), float(begin[part][i]), float(upto[j]))
                       for i, j in zip(first, last, strict=True)]  # fmt: skip
-        if len(found) <= SENDS:
+        if len(found) <= SENDS or gap > seconds:
             return found
         gap = 2 * gap or seconds / 1000
 
@@ -310,7 +306,9 @@ def plans_for(
     """The plans asked for; or `auto`'s, and the next best, up to `most`; each with its measured
     seconds, if the machine has them."""
     if not asked and most == 1:
-        return [(collectives.plan_allreduce(machine, nbytes), None)]
+        plan = collectives.plan_allreduce(machine, nbytes)
+        timed = measured_seconds(machine.timings, plan.algorithm, nbytes)
+        return [(plan, timed[0] if timed else None)]
     if not asked:
         told = collectives.explain(machine, nbytes)
         rows = {row.algorithm: row for row in told.rows}

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from linkweave.bench.command import gantt, options, plans
-from linkweave.bench.command.pictures import GPUS, View, views_of
+from linkweave.bench.command import gantt, options, pictures, plans
+from linkweave.bench.command.pictures import GPUS, View
 from linkweave.bench.command.predict import POLICIES, network_of, work_of
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.topology import Topology
@@ -43,37 +44,53 @@ def view(
     plan: Annotated[
         list[str] | None,
         typer.Option("--plan", help="An algorithm, or a file of plan --json, NCCL or RCCL; may be "
-                     "repeated. By default auto's choice and the next best."),
+                     "repeated. By default auto's choice and, up to "
+                     f"{GPUS} GPUs, the next best."),
     ] = None,
     train: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="Show steps of a profile from a file, or of one of "
                      f"{', '.join(overlap.models())}."),
     ] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples on each GPU; by default 64.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="TFLOP/s that training reaches on one GPU.")
+    ] = None,
     node: Annotated[
-        int, typer.Option(help=f"The node to open, of a cluster of more than {GPUS} GPUs.")
-    ] = 0,
+        int | None,
+        typer.Option(help=f"The node to open where there are more than {GPUS} GPUs, counted from 0 "
+                     "among those shown."),
+    ] = None,
     gpus: options.GpusOption = None,
     gpu: options.ModelOption = None,
     measured: options.MeasuredOption = None,
 ) -> None:  # fmt: skip
     """Write a page that shows a machine with plans in motion, and training steps."""
-    options.writable(out=out)
+    options.writable(page=out)
     given = plans.one_of(machine, topo)
     if (step := _step(given)) is not None:
-        if size or plan or train or gpus or gpu or measured:
+        others = (size, plan, train, batch, tflops, node, gpus, gpu, measured)
+        if any(one is not None for one in others):
             raise CollectiveError(f"{given} is a measured step: it is shown without other options")
-        write(out, given, f"a step of {step[0].schedule.profile.name}", charts=step)
+        write(out, given, "a training step, predicted and measured", charts=step)
         return
+    if train is None and (batch is not None or tflops is not None):
+        raise CollectiveError("--batch and --tflops belong to --train MODEL: give that as well")
     found = options.machine_of(given, gpus, measured, gpu)
-    many = len(found.gpus) > GPUS
-    sizes = [options.parse_size(text) for text in size or SIZES[2 * many :]]
+    pictures.check(found, node)
+    work = None if train is None else work_of(train, found, batch, tflops)
+    sizes = [
+        options.parse_size(text) for text in size or SIZES[-1 if len(found.gpus) > GPUS else 0 :]
+    ]
     with options.console.status("simulating"):
-        views = views_of(found, sizes, plan or [], node)
+        views = pictures.views_of(found, sizes, plan or [], node or 0)
     charts: list[gantt.Chart] = []
-    if train is not None:
-        work, network = work_of(train, found), network_of(found)
-        charts = [gantt.predicted(overlap.plan(work.profile, network, name)) for name in POLICIES]
+    if work is not None:
+        network = network_of(found)
+        charts = [
+            replace(gantt.predicted(overlap.plan(work.profile, network, name)), about=work.words)
+            for name in POLICIES
+        ]
     write(out, found.name, about(found), views, charts)
 
 
@@ -105,7 +122,7 @@ def page(
     title: str, what: str, views: Sequence[View] = (), charts: Sequence[gantt.Chart] = (),
     judged: Any = None,
 ) -> str:  # fmt: skip
-    """A page as text. `judged` is what `judged_of` returns."""
+    """A page as text. `judged` is what `judge.as_data` returns."""
     steps = gantt.as_data(charts) if charts else None
     data = {"title": title, "what": what, "views": views, "steps": steps, "judged": judged}
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from linkweave import collectives, topology
-from linkweave.bench.command import gantt, options
-from linkweave.bench.command.pictures import before_and_after
+from linkweave.bench.command import gantt, options, pictures
 from linkweave.bench.command.plans import one_of
 from linkweave.bench.command.predict import POLICIES, Work, network_of, work_of
 from linkweave.bench.command.view import write
@@ -39,6 +38,8 @@ class Outlook:
     steps: dict[str, float]
     work: str
     """What a GPU is taken to compute at; empty without a model."""
+    made: tuple[Schedule, ...] = ()
+    """The schedules of `steps`."""
 
 
 def what_if(
@@ -80,7 +81,8 @@ def what_if(
     ] = None,
     page: Annotated[
         Path | None,
-        typer.Option(help="Show both machines and plans in motion on a page, an .html file."),
+        typer.Option(help="Show both machines, up to 64 GPUs, with plans in motion on a page, an "
+                     ".html file."),
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:  # fmt: skip
@@ -98,10 +100,17 @@ def what_if(
     options.writable(png=png, page=page)
     edits = remove or (), add or (), nics
     after = options.machine_of(to, None, None, gpu) if to else edited(before, *edits)
+    for one in (before, after) if page else ():
+        pictures.check(one)
+        if len(one.gpus) > pictures.GPUS:
+            raise CollectiveError(
+                f"--page shows at most {pictures.GPUS} GPUs: {one.name} has {len(one.gpus)}"
+            )
     nbytes = options.parse_size(size)
     pair = [outlook(one, nbytes, model, batch, tflops) for one in (before, after)]
     if as_json:
-        print(json.dumps({"size": nbytes, "before": asdict(pair[0]), "after": asdict(pair[1])}))
+        told = [{k: v for k, v in vars(one).items() if k != "made"} for one in pair]
+        print(json.dumps({"size": nbytes, "before": told[0], "after": told[1]}))
     else:
         print(text(pair[0], pair[1], nbytes))
     if png:
@@ -110,13 +119,11 @@ def what_if(
         options.console.print(f"drawn: {png}", highlight=False)
     if page:
         among = None if to else edited(before, (), *edits[1:])
-        both = (("before", before), ("after", after))
         with options.console.status("simulating"):
-            views = before_and_after(before, after, among, nbytes)
+            views = pictures.before_and_after(before, after, among, nbytes)
         charts = [
-            gantt.predicted(made, f"{name}, {made.policy}")
-            for name, one in both if model is not None
-            for made in schedules_of(work_of(model, one, batch, tflops), one)
+            replace(gantt.predicted(made, f"{name}, {made.policy}"), about=told.work)
+            for name, told in zip(("before", "after"), pair, strict=True) for made in told.made
         ]  # fmt: skip
         change = f"to {after.name}" if to else " ".join(
             f"{flag} {value}" for flag, values in zip(EDITS, edits, strict=True)
@@ -149,7 +156,7 @@ def outlook(
         best = topology.bound(machine, "allreduce")
         plan = collectives.plan_allreduce(machine, nbytes)
         line = collectives.simulate(plan, machine, nbytes)
-    steps, words = {}, ""
+    steps, words, made = {}, "", []
     if model is not None:
         work = work_of(model, machine, batch, tflops)
         made = schedules_of(work, machine)
@@ -157,7 +164,7 @@ def outlook(
         words = work.words or "measured times, taken to be the same on both machines"
     return Outlook(
         machine.name, best.algbw, best.bottleneck, plan.algorithm, line.algbw, line.seconds, steps,
-        words,
+        words, tuple(made),
     )  # fmt: skip
 
 

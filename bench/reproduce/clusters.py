@@ -1,7 +1,8 @@
 """`linkweave reproduce clusters`: what `auto` reaches of the bound on clusters, and why no more.
 
 All-reduces of 1 GiB on nodes of DGX machines, joined by a NIC for each GPU (or PCIe switch) on
-rails, by the same on leaves that are oversubscribed, or by one NIC a node.
+rails: those with which they are sold; or NICs of 24 GB/s on rails, on leaves that are
+oversubscribed, or one a node.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from linkweave.topology.link import KINDS
 
 NODES = (2, 4, 8, 16, 32, 64, 128)
 MACHINES = ("dgx1-v100", "dgx-a100", "dgx-h100")
-NETWORKS = ("", "leaf=4 oversubscription=2", "nics=1")
+NETWORKS = ("", "nic=24GB/s", "nic=24GB/s leaf=4 oversubscription=2", "nic=24GB/s nics=1")
 NBYTES = 1 << 30
 TOTAL = len(NODES) * len(MACHINES) * len(NETWORKS)
 

@@ -235,13 +235,13 @@ def judge(log: Log, topology: Topology, collective: str = "") -> Judgement:
     best = bound(topology, kind).algbw if kind in BOUNDED else None
     rows = []
     for row in log.rows:
-        plan = plan_collective(kind, topology, _whole(row.nbytes, kind, size))
+        plan = plan_collective(kind, topology, whole(row.nbytes, kind, size))
         predicted = simulate(plan, topology, row.nbytes).seconds
         rows.append(Judged(row.nbytes, row.seconds, predicted, plan.algorithm, best))
     return Judgement(kind, tuple(rows), tuple(_sentences(log, rows, topology, kind)))
 
 
-def _whole(nbytes: int, collective: str, size: int) -> int:
+def whole(nbytes: int, collective: str, size: int) -> int:
     """The size in whole blocks, where there are such."""
     return -(-nbytes // size) * size if collective == "alltoall" else nbytes
 

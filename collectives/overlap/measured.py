@@ -44,7 +44,11 @@ class MeasuredStep:
     @staticmethod
     def is_one(text: str) -> bool:
         """Whether a text says that it is a step in JSON, right or not."""
-        return f'"format": "{_FORMAT}"' in text[:100]
+        try:
+            data = json.loads(text)
+        except ValueError:
+            return False
+        return isinstance(data, dict) and data.get("format") == _FORMAT
 
     @staticmethod
     def from_json(text: str) -> MeasuredStep:

@@ -497,14 +497,14 @@ def test_unknown_collectives_and_roots() -> None:
 
 # ---- large clusters --------------------------------------------------------------------------
 
-# A node's NICs are the least: 128 nodes with n NICs of 24 GB/s, 128 n 24 / 2 (128 - 1) GB/s.
-# The leaves' uplinks of 16 nodes carry half of what these send, 8 such groups: 8 * 1536 / 14 GB/s.
+# A node's NICs are the least: 128 nodes with n NICs of b GB/s, 128 n b / 2 (128 - 1) GB/s.
+# The leaves' uplinks of 16 nodes carry half of what these send, 8 such groups: 8 * 3072 / 14 GB/s.
 LARGE = [
     pytest.param(  # a NIC a GPU
-        "128 x dgx-h100 leaf=16 oversubscription=2", F(12288 * GB, 127), "eight",
+        "128 x dgx-h100 leaf=16 oversubscription=2", F(24576 * GB, 127), "eight",
         marks=pytest.mark.slow,
     ),
-    ("128 x dgx1-v100", F(6144 * GB, 127), "four"),  # a NIC a PCIe switch
+    ("128 x dgx1-v100", F(3072 * GB, 127), "four"),  # a NIC a PCIe switch
 ]  # fmt: skip
 
 
@@ -529,9 +529,9 @@ def test_a_thousand_gpus(spec: str, value: Fraction, nics: str) -> None:
     ],
 )  # fmt: skip
 def test_gpus_behind_narrow_leaves(spec: str, leaves: int, words: str) -> None:
-    """Leaves with 8 rails of 4 * 24 / 8 = 16 * 24 / 32 = 12 GB/s, which 96 GB/s leave by."""
+    """Leaves with 8 rails of 4 * 48 / 8 = 16 * 48 / 32 = 24 GB/s, which 192 GB/s leave by."""
     topo = load(spec)
-    assert algbw(topo) == F(leaves * 96 * GB, 2 * (leaves - 1))
+    assert algbw(topo) == F(leaves * 192 * GB, 2 * (leaves - 1))
     wanted = f"the eight links of each of {leaves} groups: {words}"
     assert bound(topo).bottleneck.startswith(wanted)
 
@@ -633,7 +633,7 @@ def test_gpus_without_a_model_are_known_by_their_links(links: int, reduces: bool
     assert parse_smi(table + "\n").reducing == (("nvswitch",) if reduces else ())
 
 
-@pytest.mark.parametrize("name", ["2 x dgx-h100", "4 x dgx-h100", "16 x dgx-h100"])
+@pytest.mark.parametrize("name", ["2 x dgx-h100 nic=24GB/s", "4 x dgx-h100", "16 x dgx-h100"])
 def test_switches_between_nodes_do_not_reduce(name: str) -> None:
     """There the rails, on which nodes are like ranks, hold the all-reduce up as before."""
     machine = load(name)

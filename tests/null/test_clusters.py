@@ -81,20 +81,20 @@ def test_numbers_follow_the_order_of_the_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "hosts"),
+    ("machine", "hosts", "nic"),
     [
-        ("dgx-h100", [0, 1, 2, 3, 4, 5, 6, 7]),  # PCIe is not told: a NIC at each GPU
-        ("mesh-3", [0, 1, 2]),
-        ("pcie-5", ["node0.switch0", "node0.switch1"]),
-        ("dgx1-p100", [f"node0.switch{s}" for s in range(4)]),
+        ("dgx-h100", [0, 1, 2, 3, 4, 5, 6, 7], 48),  # PCIe is not told: a NIC at each GPU
+        ("mesh-3", [0, 1, 2], 24),
+        ("pcie-5", ["node0.switch0", "node0.switch1"], 24),
+        ("dgx1-p100", [f"node0.switch{s}" for s in range(4)], 12),
     ],
 )
-def test_where_the_nics_of_a_node_are(machine: str, hosts: list[Vertex]) -> None:
+def test_where_the_nics_of_a_node_are(machine: str, hosts: list[Vertex], nic: int) -> None:
     topo = load(f"2 x {machine}")
     for r, host in enumerate(hosts):
         assert neighbours(topo, f"node0.nic{r}") == {host, f"rail{r}"}
     assert f"rail{len(hosts)}" not in topo.switches
-    assert {k.bandwidth for k in topo.links if k.kind == "network"} == {24 * GB}
+    assert {k.bandwidth for k in topo.links if k.kind == "network"} == {nic * GB}
 
 
 def test_a_gpu_under_a_cpu_has_its_own_nic() -> None:
@@ -215,10 +215,14 @@ BY_HAND = [
     ("3 x dgx1-v100 nics=1 nic=12GB/s", F(9)),
     # four NICs of 1: 2 * 4 / 2
     ("2 x dgx1-v100 nic=1GB/s", F(4)),
-    # four NICs of 24, one at each PCIe switch. A node sends 96; all apart 16 * (150 + 12) / 30
-    ("2 x dgx1-v100", F(432, 5)),
-    # a NIC of 24 at each GPU: a node sends 192; all apart 16 * (450 + 24) / 30 = 252.8
-    ("2 x dgx-h100", F(192)),
+    # four NICs of 12, one at each PCIe switch. A node sends 48; all apart 16 * (150 + 6) / 30
+    ("2 x dgx1-v100", F(48)),
+    # of 24: a node sends 96; all apart 16 * (150 + 12) / 30
+    ("2 x dgx1-v100 nic=24GB/s", F(432, 5)),
+    # a NIC of 48 at each GPU: a node sends 384; all apart 16 * (450 + 48) / 30
+    ("2 x dgx-h100", F(1328, 5)),
+    # of 24: a node sends 192; all apart 16 * (450 + 24) / 30 = 252.8
+    ("2 x dgx-h100 nic=24GB/s", F(192)),
     # 8 GPUs on ports of 12, all apart 8 * 12 / 14; a node's one NIC: 24
     ("2 x pcie-4", F(48, 7)),
     # 2 * 4 GPUs on ports of 12, one NIC of 2 a node

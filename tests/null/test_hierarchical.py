@@ -97,15 +97,16 @@ def test_a_ring_over_the_nodes_is_proved_and_sums(spec: str) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "share"),
-    [("4 x dgx-a100", 0.98), ("4 x dgx-h100", 0.99),
-     ("4 x dgx-h100 leaf=2 oversubscription=2", 0.99), ("4 x dgx1-v100 nics=1", 0.99),
+    # NICs of 48 GB/s take 3.91 ms a GB, NVLinks 3.89: where both are busy, neither is always
+    [("4 x dgx-a100", 0.98), ("4 x dgx-h100", 0.89), ("4 x dgx-h100 nic=24GB/s", 0.99),
+     ("4 x dgx-h100 leaf=2 oversubscription=2", 0.89), ("4 x dgx1-v100 nics=1", 0.99),
      pytest.param("8 x dgx1-v100", 0.95, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_large_messages_reach_the_bound(spec: str, share: float) -> None:
     found = clusters.row(spec)
     assert found.algorithm == "hierarchical_ring"
     assert share <= found.share <= 1
-    assert found.busy > 0.9
+    assert found.busy > share - 0.05
 
 
 def test_a_chunk_has_channels_of_its_own_on_both_ways() -> None:

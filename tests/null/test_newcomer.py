@@ -68,7 +68,13 @@ def test_cards_are_known_as_people_write_them(model: str, sm: int) -> None:
 
 
 def test_what_is_assumed_of_nics_is_told() -> None:
-    assert any("NICs of 24 GB/s" in told for told in topology.load("2 x dgx-h100").assumptions)
+    for machine, words in (
+        ("dgx-h100", "NICs of 48 GB/s, as a dgx-h100 is sold: nic= tells others"),
+        ("dgx1-v100", "NICs of 12 GB/s, as a dgx1-v100 is sold: nic= tells others"),
+        ("dgx-a100", "NICs of 24 GB/s, as a dgx-a100 is sold: nic= tells others"),
+        ("mesh-4", "NICs of 24 GB/s: nic= tells others"),
+    ):
+        assert words in topology.load(f"2 x {machine}").assumptions
     for text in ("2 x dgx-h100 nic=50GB/s", "1 x dgx-h100"):
         assert not any("NICs" in told for told in topology.load(text).assumptions)
     with pytest.raises(TopologyError, match="from 1 node to 4096 GPUs"):

@@ -20,6 +20,8 @@ from linkweave.bench.command import pictures, predict, view
 from linkweave.bench.command.cli import app
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.topology.clusters import nodes_of
+from linkweave.topology.edits import parse_ends, with_links
+from linkweave.topology.layout import RADIUS, lay_out
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SIZE = 1 << 26
@@ -90,13 +92,27 @@ def test_any_machine_has_a_page(machine: str, tmp_path: Path) -> None:
     assert data["sizes"][0]["runs"]
 
 
-def test_what_a_page_cannot_show(tmp_path: Path) -> None:
-    with pytest.raises(CollectiveError, match="has 65 GPUs, and a node more than 64"):
-        pictures.views_of(topology.load("ring-65"), [1024], [])
+def test_what_a_page_cannot_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CollectiveError, match="ring-65 has a node of 65 GPUs; a picture shows at"):
+        pictures.check(topology.load("ring-65"))
     with pytest.raises(CollectiveError, match="--node 9: 9 x dgx-a100 has nodes 0 to 8"):
-        pictures.views_of(topology.load("9 x dgx-a100"), [1024], [], 9)
+        pictures.check(topology.load("9 x dgx-a100"), 9)
     with pytest.raises(CollectiveError, match="--node is for more than 64 GPUs: 2 x mesh-4 has 8"):
-        pictures.views_of(topology.load("2 x mesh-4"), [1024], [], 1)
+        pictures.check(topology.load("2 x mesh-4"), 0)
+    for words, said in {
+        "mesh-3 --batch 3": "belong to --train MODEL",
+        "mesh-3 --train nosuch": "--tflops",
+        "mesh-3 -o page.txt": "ends in .html",
+        "judge": "nosuch",
+    }.items():
+        monkeypatch.chdir(tmp_path)
+        if words == "judge":
+            (tmp_path / "log.txt").write_text(LOG)
+            told = ["judge", "log.txt", "mesh-4", "--page", "nosuch/v.html"]
+        else:
+            told = ["view", *words.split()]
+        done = CliRunner().invoke(app, told)
+        assert done.exit_code and said in str(done.exception), (words, done.exception)
     with pytest.raises(CollectiveError, match="'nosuch' is neither a file nor an algorithm"):
         pictures.views_of(topology.load("mesh-3"), [1024], ["nosuch"])
 
@@ -132,6 +148,14 @@ def test_a_large_cluster_has_its_nodes_and_one_of_them(
     links = [(one["a"], one["b"]) for one in outer["links"]]
     told = {links[int(i)][0]: n for i, n in run["bytes"].items() if links[int(i)][0] < len(nodes)}
     assert told == {i: n for i, n in out.items() if n}
+    for i, share in run["busy"].items():  # as long as its bytes take
+        link = outer["links"][int(i)]
+        times_, rate = (
+            ("1", link["rate"]) if " x " not in link["rate"] else link["rate"].split(" x ")
+        )
+        whole_rate = int(times_) * float(rate.removesuffix(" GB/s")) * 1e9
+        carried = run["bytes"].get(i, 0)
+        assert share == pytest.approx(carried / whole_rate / line.seconds, abs=2e-3)
     pairs = [tuple(ends) for ends in run["ends"]]
     assert pairs == sorted(moved)
     for i, pair in enumerate(pairs):
@@ -165,6 +189,8 @@ def test_times_that_overlap_are_one_and_short_gaps_close_where_there_are_many(
     assert pictures._merged(which, starts, ends, 10.0) == want
     monkeypatch.setattr(pictures, "SENDS", 3)
     assert pictures._merged(which, starts, ends, 10.0) == [(0, 5.0, 9.0), *want[2:]]
+    monkeypatch.setattr(pictures, "SENDS", 1)  # fewer than there are numbers
+    assert pictures._merged(which, starts, ends, 10.0) == [(0, 5.0, 9.0), (1, 0.0, 10.0)]
     assert pictures._merged(which[:0], starts[:0], ends[:0], 1.0) == []
 
 
@@ -180,8 +206,8 @@ def test_steps_are_those_of_the_schedules(tmp_path: Path) -> None:
         made = overlap.plan(work.profile, network, chart["name"])
         line = made.timeline
         assert chart["us"] == pytest.approx(1e6 * line.seconds, abs=0.01)
-        backward, *lanes, forward = (row["bars"] for row in chart["rows"])
-        assert sum(map(len, lanes)) == len(line.sends) == len(made.communications)
+        backward, *sends, forward = (row["bars"] for row in chart["rows"])
+        assert sum(map(len, sends)) == len(line.sends) == len(made.communications)
         for row, spans in ((backward, line.backward), (forward, line.forward)):
             want = sorted((1e6 * s, 1e6 * e) for s, e in spans)
             assert [bar[:2] for bar in row] == [pytest.approx(span, abs=0.01) for span in want]
@@ -200,6 +226,10 @@ def test_a_measured_step_has_a_page(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert data["steps"]["charts"][1]["us"] == pytest.approx(2e6 * made.timeline.seconds, abs=0.02)
     refused = CliRunner().invoke(app, ["view", str(step), "--size", "1M"])
+    assert refused.exit_code and "is shown without other options" in str(refused.exception)
+    step.write_text(json.dumps(json.loads(step.read_text()), separators=(",", ":")))
+    assert whole(tmp_path / "v.html", "view", str(step), "-o")["steps"] == data["steps"]
+    refused = CliRunner().invoke(app, ["view", str(step), "--node", "0"])
     assert refused.exit_code and "is shown without other options" in str(refused.exception)
     step.write_text(step.read_text().replace('"timeline"', '"time"'))
     bad = CliRunner().invoke(app, ["view", str(step)])
@@ -222,6 +252,12 @@ def test_a_change_is_marked_on_one_layout(tmp_path: Path) -> None:
             ((0, 1, "not here"), (0, 3, "more here"), (0, 5, "only here")),
         )
     ]  # fmt: skip
+    rates = [
+        {(link["a"], link["b"]): link["rate"] for link in one["links"]} for one in (before, after)
+    ]
+    assert [one[0, 3] for one in rates] == ["2 x 25 GB/s", "3 x 25 GB/s"]
+    assert [one[0, 1] for one in rates] == ["25 GB/s", "25 GB/s"]
+    assert [one[0, 5] for one in rates] == ["2 x 25 GB/s", "2 x 25 GB/s"]
     other = whole(tmp_path / "v.html", "what-if", "mesh-3", "--to", "ring-5", "--page")
     assert [len(one["nodes"]) for one in other["views"]] == [3, 5]
     assert not any(link["change"] for one in other["views"] for link in one["links"])
@@ -294,7 +330,7 @@ def shown(page: Path, state: str) -> str:
     assert CHROMIUM is not None
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000",
-         "--enable-logging=stderr", "--dump-dom", f"file://{page}#{quote(state, '/%')}"],
+         "--enable-logging=stderr", "--dump-dom", f"file://{page}#{quote(state, '/%&=')}"],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert "Uncaught" not in done.stderr, done.stderr
@@ -335,8 +371,9 @@ def test_a_browser_shows_nodes_changes_steps_and_judgements(tmp_path: Path) -> N
     inner = shown(page, "1MiB/any/0.5/n1/1")
     assert '<h2 id="chosen">GPU 1</h2>' in inner and '<option value="1">node 0' in inner
     assert inner.count("<canvas") == 2 + len(data["steps"]["charts"])
-    step = shown(page, "step=0.5")
-    assert "ddp: " in step and "backward: " in step
+    step = shown(page, "1MiB/any/0.5/n0/-1&step=0.5")  # and a picture that is not there
+    half = max(chart["us"] for chart in data["steps"]["charts"]) * 1.01 / 2
+    assert "ddp: " in step and re.search(rf'id="when">{int(half / 1000)}\.\d\d ms', step)
     assert '<section id="judged" hidden' in step and '<section id="steps">' in step
     whole(page, "what-if", "mesh-4", "--remove-link", "0-1", "--page")
     text = shown(page, "64MiB///l0/1")
@@ -346,3 +383,25 @@ def test_a_browser_shows_nodes_changes_steps_and_judgements(tmp_path: Path) -> N
     text = shown(page, "")
     assert "4 MiB: measured 100.0 us, 41.94 GB/s" in text and 'class="theirs"' in text
     assert '<p id="marks" class="soft" hidden' in text
+
+
+def test_lines_run_through_no_other_gpu() -> None:
+    """Where GPUs are joined directly, whatever the layout."""
+    for name, add in (("dgx1-v100", "0-5"), ("dgx1-v100", "0-6"), ("mesh-8", ""), ("mi300x", ""),
+                      ("dgx1-p100", "")):  # fmt: skip
+        machine = topology.load(name)
+        machine = with_links(machine, parse_ends(add, "--add-link")) if add else machine
+        where = lay_out(machine, machine.fabric, arcs=True)
+        for link in machine.fabric:
+            points = where.curve(link.src, link.dst)
+            for gpu in {*machine.gpus} - {link.src, link.dst}:
+                nearest = min(abs(point - where.seats[gpu]) for point in points)
+                assert nearest > RADIUS, (name, add, link.src, link.dst, gpu)
+
+
+def test_judged_sizes_that_are_not_whole_blocks_have_pages(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(LOG.replace("0.15", "0.07").replace("62.91", "27.96").replace("4 min", "3 min"))
+    data = whole(tmp_path / "v.html", "judge", str(log), "mesh-3", "-c", "alltoall", "--page")
+    sizes = [size["runs"][0] for size in data["views"][0]["sizes"]]
+    assert [sum(run["bytes"].values()) for run in sizes] == [3 * 342 * 2, 3 * 1398102 * 2]

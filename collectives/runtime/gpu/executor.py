@@ -42,11 +42,12 @@ Occupancy = tuple[tuple[int, ...], int]
 
 
 MOST_BLOCKS = 80
-"""Thread blocks of a rank's launch, if `max_blocks` tells no other number: room for a model's
-kernels and for other communicators. On an H100, 28 blocks of four ranks moved 65 GB/s into and out
-of each rank, as did 224, and 14 moved 41 GB/s: 12 GB/s a block, so that 39 suffice for the 18 links
-of 25 GB/s of its own kind. Beside products of matrices 224 blocks left hidden 33 % of the shorter
-time, 112 left 54 % and 56 left 64 %. A DGX-1's packed trees, 34 tracks, get two blocks each."""
+"""Thread blocks of each rank in a launch, if `max_blocks` tells no other number: room for a model's
+kernels and for other communicators. Four ranks on one H100, over links of 25 GB/s, took the same
+time with 28 blocks in all as with 224, and with 14 moved 41 GB/s into and out of each rank, 12 GB/s
+a block: so 39 would fill 18 links of 25 GB/s, if they answer as fast as memory. Beside products of
+matrices, 224 blocks on the GPU left hidden 33 % of the shorter time, 112 left 54 % and 56 left
+64 %. A DGX-1's packed trees, 34 tracks, get two blocks each."""
 
 Arguments = tuple[Device, NDArray[np.void], int]
 """(GPU, argument of its launch, thread blocks)."""
