@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from linkweave.topology.clusters import nodes_of
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.layout import RADIUS, bend_through, lay_out
+from linkweave.topology.layout import RADIUS, Positions, bend_through, lay_out, lay_out_node
 from linkweave.topology.link import KINDS, Link
 from linkweave.topology.loading import load
 from linkweave.topology.parts import Arrow, Part, PlanLike, parts_of
@@ -48,7 +48,8 @@ def draw(
     `part` selects one tree, ring or phase of the plan, counted from 1. Without it all are drawn; if
     there are more than eight, lines show how many of them use each connection. Only the fabric is
     drawn (no PCIe if NVLinks connect all GPUs) unless `everything` is set. Without a plan, a
-    cluster of more than four nodes is drawn as its first node. Equal arguments give equal files.
+    cluster of more than four nodes is drawn as its first node and what joins it to the others.
+    Equal arguments give equal files.
 
     Raises TopologyError for another suffix, a part that the plan does not have, a plan for another
     number of GPUs, or more than 64 GPUs.
@@ -86,30 +87,33 @@ def _figure(topology: Topology, plan: PlanLike | None, part: int | None, everyth
     if part is not None and not 1 <= part <= len(parts):
         what = f"parts 1 to {len(parts)}" if plan is not None else "no plan"
         raise TopologyError(f"there is no part {part} to draw: the picture has {what}")
-    links = topology.links if everything else topology.fabric
+    links: Sequence[Link] = topology.links if everything else topology.fabric
     title = _title(topology, links)
     if plan is not None:
         title += f"\n{plan.algorithm}: {_what(parts, part)}"
     nodes = nodes_of(topology)
-    if len(nodes) > _NODES and plan is None and any(k.kind == "network" for k in links):
-        title += f"\nnode 0 of {len(nodes)}"
-        topology = topology.subset(nodes[0])
-        links = topology.links if everything else topology.fabric
-    if len(topology.gpus) > _CROWD:
+    part_of = len(nodes) > _NODES and plan is None and any(k.kind == "network" for k in links)
+    shown = nodes[0] if part_of else topology.gpus
+    if len(shown) > _CROWD:
         raise TopologyError(
             f"{topology.name} has {len(topology.gpus)} {topology.noun}s: at most {_CROWD} can be "
             "drawn"
         )
+    if part_of:
+        title += f"\nnode 0 of {len(nodes)}, and the network that joins them"
+        layout, links = lay_out_node(shown, links)
+    else:
+        layout = lay_out(topology, links, arcs=plan is not None)
     from matplotlib.figure import Figure  # not pyplot, which keeps its figures in global state
 
     figure = Figure()
-    picture = _Picture(figure.add_axes((0, 0, 1, 1)), topology, links, arcs=plan is not None)
+    picture = _Picture(figure.add_axes((0, 0, 1, 1)), topology, links, layout)
     picture.links(faint=plan is not None)
-    shown = parts if part is None else parts[part - 1 : part]
-    if len(shown) > len(_PARTS):
-        picture.shares(shown)
+    drawn = parts if part is None else parts[part - 1 : part]
+    if len(drawn) > len(_PARTS):
+        picture.shares(drawn)
     elif plan is not None:
-        picture.parts(shown)
+        picture.parts(drawn)
     picture.vertices()
     figure.set_size_inches(picture.finish(title))
     return figure
@@ -136,9 +140,10 @@ def _what(parts: Sequence[Part], part: int | None) -> str:
 
 
 class _Picture:
-    def __init__(self, ax: Axes, topology: Topology, links: Sequence[Link], arcs: bool) -> None:
-        self.ax, self.topology, self.drawn = ax, topology, links
-        self.layout = lay_out(topology, links, arcs)
+    def __init__(
+        self, ax: Axes, topology: Topology, links: Sequence[Link], layout: Positions
+    ) -> None:
+        self.ax, self.topology, self.drawn, self.layout = ax, topology, links, layout
         switches = [p for box in self.layout.boxes.values() for p in box]
         size = max(max(xs) - min(xs) for xs in _xy([*self.layout.seats.values(), *switches]))
         self.scale = min(1.5, 16 / max(size, 1.0))  # inches for a unit of length
@@ -299,14 +304,25 @@ class _Picture:
             node, _, inner = name.rpartition(".")
             short = inner if node.startswith("node") and "." not in node else name
             at = (a + b) / 2
-            if name in self.layout.passed:  # where no line passes: between the columns of nodes
-                xs = [p.real for p in self.layout.seats.values()]
-                at = complex((min(xs) + max(xs)) / 2, at.imag)
+            if name in self.layout.passed:
+                at = complex(self.free(), at.imag)
             back = {"facecolor": _BOX, "edgecolor": "none", "pad": 1}
             self.text(at, short, 8 if (b - a).real > 0.8 else 6.5, zorder=7, bbox=back)
         for at, caption in self.layout.captions:
             self.text(at, caption, 9, zorder=5, color="#555555")
             self.ax.plot(*_xy([at]), color="none")  # makes room for the text
+
+    def free(self) -> float:
+        """The x, near the middle, at which no line passes through network switches."""
+        xs = sorted(p.real for p in self.layout.seats.values())
+        middle = (xs[0] + xs[-1]) / 2
+        taken = [self.layout.meeting(k.src, k.dst) for k in self.drawn
+                 if {k.src, k.dst} & self.layout.passed]  # fmt: skip
+
+        def room(x: float) -> tuple[float, float]:
+            return min(0.5, *(abs(x - other) for other in taken)), -abs(x - middle)
+
+        return max([middle, *(sum(pair) / 2 for pair in pairwise(xs))], key=room)
 
     def finish(self, title: str) -> tuple[float, float]:
         """Add title and legend; return the size in inches."""

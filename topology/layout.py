@@ -150,12 +150,13 @@ def star(size: int, middle: str) -> Positions:
     return Star({i: radius * 1j * turn**i for i in range(size)}, {middle: (-corner, corner)})
 
 
-def lay_out_node(topology: Topology, gpus: Sequence[int]) -> tuple[Positions, list[Link]]:
-    """A layout of one node of a cluster with what it is attached to above it; and its links."""
-    near = neighbours((k.src, k.dst) for k in topology.fabric if k.kind != "network")
+def lay_out_node(gpus: Sequence[int], links: Sequence[Link]) -> tuple[Positions, list[Link]]:
+    """A layout of one node of a cluster with what it is attached to above it; and its links, of
+    those of the cluster."""
+    near = neighbours((k.src, k.dst) for k in links if k.kind != "network")
     part = {*reach(near, gpus[0])}
-    own = [k for k in topology.fabric if k.src in part and k.dst in part]
-    outer = [k for k in topology.fabric if (k.src in part) != (k.dst in part)
+    own = [k for k in links if k.src in part and k.dst in part]
+    outer = [k for k in links if (k.src in part) != (k.dst in part)
              and (isinstance(k.src, str) or k.src in part)
              and (isinstance(k.dst, str) or k.dst in part)]  # fmt: skip
     layout = _row(gpus, own, arcs=False, cluster=True)

@@ -255,7 +255,7 @@ def of_node(
     machine: Topology, nodes: Sequence[Sequence[int]], node: int, made: Sequence[Made]
 ) -> View:
     """The view of one node of a cluster, and of what enters and leaves it."""
-    where, links = lay_out_node(machine, nodes[node])
+    where, links = lay_out_node(nodes[node], machine.fabric)
     picture = Picture.of(f"node {node}", where, links, _called(machine))
     runs = [[_run(plan, machine, each.nbytes, seconds, picture) for plan, seconds in each.plans]
             for each in made]  # fmt: skip

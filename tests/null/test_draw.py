@@ -190,6 +190,20 @@ def test_phases_of_a_cluster_stay_inside_nodes_or_cross() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["5 x dgx-h100", "128 x dgx1-v100 leaf=8"])
+def test_a_large_cluster_is_a_node_with_what_joins_it_to_the_others(
+    name: str, tmp_path: Path
+) -> None:
+    topology = load(name)
+    said = texts(svg(tmp_path, topology))
+    nodes = len(topology.gpus) // 8
+    assert f"node 0 of {nodes}, and the network that joins them" in said
+    assert {str(gpu) for gpu in range(8)} <= {*said} and "8" not in said
+    near = {v for k in topology.links if str(k.src).startswith("node0.nic") for v in (k.src, k.dst)}
+    names = {str(v).removeprefix("node0.") for v in near if isinstance(v, str)}
+    assert names <= {*said} and len(names) >= 8  # NICs, rails or leaves, and PCIe switches
+
+
 def test_many_trees_are_lines_with_counts(tmp_path: Path) -> None:
     found = texts(svg(tmp_path, load("mesh-9"), "two_shot"))
     assert "used by 2 of the 9 trees" in found
