@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from linkweave.collectives.overlap import Schedule, StepTimeline
+from linkweave.collectives.overlap.timeline import Interval
 
 
 @dataclass(frozen=True)
@@ -156,30 +157,48 @@ def _us(seconds: float) -> float:
 
 
 def trace(charts: Sequence[Chart]) -> str:
-    """Return a Chrome trace (chrome://tracing, Perfetto) with a process for each chart."""
+    """Return a Chrome trace (chrome://tracing, Perfetto) with a process for each chart, threads for
+    the passes and lanes, and arrows from gradients that are ready to what sends them, and from
+    there to the forward pass that needs the first of them."""
     profile = charts[0].schedule.profile
-    names = [layer.name for layer in profile.layers]
-    events: list[dict[str, Any]] = []
-    for chart in charts:
-
-        def add(
-            name: str, row: str, span: tuple[float, float], pid: str = chart.name, **extra: Any
-        ) -> None:
-            events.append({
-                "name": name, "ph": "X", "pid": pid, "tid": row, "ts": span[0] * 1e6,
-                "dur": (span[1] - span[0]) * 1e6, "args": extra,
-            })  # fmt: skip
-
-        line, sends = chart.timeline, chart.schedule.communications
-        for name, span in zip(names, line.backward, strict=True):
-            add(name, "backward", span)
-        for number, (c, span) in enumerate(zip(sends, line.sends, strict=True)):
-            what = names[c.pieces[0].layer] + ("..." if len(c.pieces) > 1 else "")
-            add(
-                what, f"lane {c.lane}", span, number=number, nbytes=c.nbytes,
-                pieces=len(c.pieces), kind=c.kind,
-            )  # fmt: skip
-        for name, span in zip(names, line.forward, strict=True):
-            add(name, "forward", span)
+    events = [event for pid, chart in enumerate(charts) for event in _events(pid, chart)]
     about = {"profile": profile.name, "synthetic": profile.synthetic}
     return json.dumps({"traceEvents": events, "otherData": about})
+
+
+def _events(pid: int, chart: Chart) -> Iterator[dict[str, Any]]:
+    line, sends = chart.timeline, chart.schedule.communications
+    names = [layer.name for layer in chart.schedule.profile.layers]
+    rows = ["backward", *(f"lane {i}" for i in range(chart.schedule.lanes)), "forward"]
+    yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": chart.name}}
+    for tid, row in enumerate(rows):
+        yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": row}}
+        yield {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid,
+               "args": {"sort_index": tid}}  # fmt: skip
+
+    def bar(name: str, tid: int, span: Interval, **extra: Any) -> dict[str, Any]:
+        return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": span[0] * 1e6,
+                "dur": (span[1] - span[0]) * 1e6, "args": extra}  # fmt: skip
+
+    def arrow(number: int, row: int, span: Interval, to: int, other: Interval) -> list[Any]:
+        """From the middle of a bar to that of another one; from earlier, if that comes before."""
+        end = sum(other) / 2
+        return [
+            {"name": "gradients", "cat": "gradients", "ph": ph, "id": f"{pid}.{number}",
+             "pid": pid, "tid": tid, "ts": at * 1e6, "bp": "e"}
+            for ph, tid, at in (("s", row, min(sum(span) / 2, end)), ("f", to, end))
+        ]  # fmt: skip
+
+    for row, spans in ((0, line.backward), (len(rows) - 1, line.forward)):
+        for name, span in zip(names, spans, strict=True):
+            yield bar(name, row, span)
+    for number, (c, span) in enumerate(zip(sends, line.sends, strict=True)):
+        layers = [piece.layer for piece in c.pieces]
+        what = names[layers[0]] + ("..." if len(layers) > 1 else "")
+        yield bar(what, 1 + c.lane, span, number=number, nbytes=c.nbytes, pieces=len(layers),
+                  kind=c.kind)  # fmt: skip
+        last = max(layers, key=lambda layer: line.backward[layer][1])
+        yield from arrow(2 * number, 0, line.backward[last], 1 + c.lane, span)
+        if c.final:
+            needed = line.forward[min(layers)]
+            yield from arrow(2 * number + 1, 1 + c.lane, span, len(rows) - 1, needed)

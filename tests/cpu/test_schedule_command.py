@@ -31,15 +31,28 @@ def test_all_policies_side_by_side_drawn_and_traced(tmp_path: Path) -> None:
     assert "synthetic" in out and "8 workers" in out and "x DDP" in out
     assert "DDP (25 MiB buckets)" in out and max(map(len, out.splitlines())) <= 100
     assert (tmp_path / "g.png").stat().st_size > 10_000
-    run(f"schedule --profile resnet152 --policy us-byte --trace {tmp_path}/t.json --explain")
+
+
+@pytest.mark.parametrize("policy", ["us-byte", "c-cube"])
+def test_a_trace_has_bars_and_arrows(policy: str, tmp_path: Path) -> None:
+    run(f"schedule --profile resnet152 --policy {policy} --trace {tmp_path}/t.json --explain")
     data = json.loads((tmp_path / "t.json").read_text())
     events = data["traceEvents"]
     assert data["otherData"] == {"profile": "resnet152", "synthetic": True}
-    assert len(events) >= 3 * 467 and {e["tid"] for e in events} == {
-        "backward",
-        "lane 0",
-        "forward",
-    }
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows == {0: "backward", 1: "lane 0", 2: "forward"}
+    bars = [e for e in events if e["ph"] == "X"]
+    assert len(bars) >= 2 * 467
+    # arrows begin and end within bars: from the gradients to what sends them, then to who waits
+    ends = {ph: {e["id"]: e for e in events if e["ph"] == ph} for ph in "sf"}
+    sends = [e for e in bars if e["tid"] == 1]
+    assert ends["s"].keys() == ends["f"].keys() and len(ends["s"]) == 2 * len(sends)
+    for number, send in enumerate(sends):
+        there, on = f"0.{2 * number}", f"0.{2 * number + 1}"
+        assert (ends["s"][there]["tid"], ends["f"][on]["tid"]) == (0, 2)
+        for one in (ends["f"][there], ends["s"][on]):
+            assert one["tid"] == 1 and send["ts"] <= one["ts"] <= send["ts"] + send["dur"]
+        assert all(ends["s"][one]["ts"] <= ends["f"][one]["ts"] for one in (there, on))
 
 
 def test_one_slow_policy_does_not_squeeze_the_others(
