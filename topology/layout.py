@@ -20,6 +20,7 @@ RADIUS = 0.22  # of a GPU's circle; the unit is at most 1.5 inches
 GAP = 0.1  # between parallel lines
 BOX = 0.17  # half the height of a switch
 _STEP = 1.1  # from one layer of switches to the next
+_ROW = 16  # GPUs of one switch that stand in a row; more stand around it
 _RAIL = 0.5  # from one network switch to the next
 # Two quads face to face, the outer GPUs further from the axis than the inner ones: the four lines
 # between twins are then parallel, and none runs through another GPU.
@@ -128,9 +129,11 @@ def arc_depth(distance: float) -> float:
 def lay_out(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions:
     """A layout for these links; with `arcs` there is room for arcs between all GPUs of a row."""
     switches = [v for link in links for v in (link.src, link.dst) if isinstance(v, str)]
+    gpus = topology.gpus
+    if len({*switches}) == 1 and len(switches) == len(links) and len(gpus) > _ROW:
+        return star(gpus, switches[0])
     if switches:
         return _in_rows(topology, links, arcs)
-    gpus = topology.gpus
     for whole in (dgx1_v100(), dgx1_p100()):
         if len(gpus) == 8 and (seat := topology.isomorphic_to(whole)):
             same = tuple(links) == whole.fabric  # then not one of its symmetries
@@ -143,11 +146,12 @@ def lay_out(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions:
     return Positions({g: radius * 1j * turn**i for i, g in enumerate(everyone)})
 
 
-def star(size: int, middle: str) -> Positions:
-    """`size` seats on a circle around one box."""
-    radius, turn = max(1.6, 0.17 * size), cmath.exp(-1j * math.tau / size)
+def star(seats: Sequence[int], middle: str) -> Positions:
+    """Seats on a circle around one box."""
+    radius, turn = max(1.6, 0.17 * len(seats)), cmath.exp(-1j * math.tau / len(seats))
     corner = complex(0.35 * radius, 0.09 * radius)
-    return Star({i: radius * 1j * turn**i for i in range(size)}, {middle: (-corner, corner)})
+    around = {g: radius * 1j * turn**i for i, g in enumerate(seats)}
+    return Star(around, {middle: (-corner, corner)})
 
 
 def lay_out_node(gpus: Sequence[int], links: Sequence[Link]) -> tuple[Positions, list[Link]]:

@@ -22,14 +22,15 @@ from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.simulate import Timeline
 from linkweave.topology import Link, Topology, TopologyError, Vertex
 from linkweave.topology.clusters import nodes_of
-from linkweave.topology.layout import RADIUS, Positions, lay_out, lay_out_node, star
+from linkweave.topology.layout import RADIUS, Positions, Star, lay_out, lay_out_node, star
 from linkweave.topology.link import KINDS
 from linkweave.topology.routes import neighbours, reach
 from linkweave.topology.timings import measured_seconds
 
 SENDS = 6000
 """That move in a picture of one plan; with more, the same plan is cut into fewer chunks."""
-GPUS = 64
+GPUS = 72
+"""In one picture: those of a GB200 NVL72; of a larger cluster, nodes, and the GPUs of one."""
 PIXELS = 100
 """Of a picture's unit."""
 OTHERS = 4
@@ -181,7 +182,8 @@ def whole(
 
     where = lay_out(among, fabric, arcs=True)
     links = [machine.by_ends.get((link.src, link.dst), link) for link in fabric]
-    picture = Picture.of(name, where, links, _called(machine), changed)
+    large = isinstance(where, Star) and len(where.seats) > THICK
+    picture = Picture.of(name, where, links, _called(machine), changed, 0.42 if large else RADIUS)
     runs = [[_run(plan, machine, each.nbytes, seconds, picture) for plan, seconds in each.plans]
             for each in made]  # fmt: skip
     return picture.showing(machine, made, runs)
@@ -216,7 +218,7 @@ def of_nodes(machine: Topology, nodes: Sequence[Sequence[int]], made: Sequence[M
     def called(v: Vertex) -> str:
         return f"node {v}" if isinstance(v, int) else v
 
-    picture = Picture.of("nodes", star(len(nodes), NETWORK), links, called,
+    picture = Picture.of("nodes", star(range(len(nodes)), NETWORK), links, called,
                          radius=0.42 if len(nodes) > THICK else RADIUS)  # fmt: skip
 
     def run(plan: Plan, nbytes: int, seconds: float | None) -> View:

@@ -81,7 +81,7 @@ def what_if(
     ] = None,
     page: Annotated[
         Path | None,
-        typer.Option(help="Show both machines, up to 64 GPUs, with plans in motion on a page, an "
+        typer.Option(help="Show both machines, up to 72 GPUs, with plans in motion on a page, an "
                      ".html file."),
     ] = None,
     as_json: options.JsonOption = False,

@@ -83,7 +83,9 @@ def test_long_plans_move_in_fewer_chunks(tmp_path: Path) -> None:
     assert path.stat().st_size < 2e6
 
 
-@pytest.mark.parametrize("machine", ["mesh-1", "ring-5", "pcie-8", "cpu-4", "4 x mesh-4", "mi250x"])
+@pytest.mark.parametrize(
+    "machine", ["mesh-1", "ring-5", "pcie-8", "cpu-4", "4 x mesh-4", "mi250x", "gb200-nvl72"]
+)
 def test_any_machine_has_a_page(machine: str, tmp_path: Path) -> None:
     data = written(tmp_path / "v.html", machine, "-s", "1M")
     x, y, width, height = data["frame"]
@@ -93,11 +95,11 @@ def test_any_machine_has_a_page(machine: str, tmp_path: Path) -> None:
 
 
 def test_what_a_page_cannot_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CollectiveError, match="ring-65 has a node of 65 GPUs; a picture shows at"):
-        pictures.check(topology.load("ring-65"))
-    with pytest.raises(CollectiveError, match="--node 9: 9 x dgx-a100 has nodes 0 to 8"):
-        pictures.check(topology.load("9 x dgx-a100"), 9)
-    with pytest.raises(CollectiveError, match="--node is for more than 64 GPUs: 2 x mesh-4 has 8"):
+    with pytest.raises(CollectiveError, match="ring-73 has a node of 73 GPUs; a picture shows at"):
+        pictures.check(topology.load("ring-73"))
+    with pytest.raises(CollectiveError, match="--node 10: 10 x dgx-a100 has nodes 0 to 9"):
+        pictures.check(topology.load("10 x dgx-a100"), 10)
+    with pytest.raises(CollectiveError, match="--node is for more than 72 GPUs: 2 x mesh-4 has 8"):
         pictures.check(topology.load("2 x mesh-4"), 0)
     for words, said in {
         "mesh-3 --batch 3": "belong to --train MODEL",
@@ -118,7 +120,7 @@ def test_what_a_page_cannot_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # ---- large clusters -----------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "node"), [("9 x dgx-h100", 0), ("10 x mesh-7", 9)])
+@pytest.mark.parametrize(("name", "node"), [("10 x dgx-h100", 0), ("11 x mesh-7", 9)])
 def test_a_large_cluster_has_its_nodes_and_one_of_them(
     name: str, node: int, tmp_path: Path
 ) -> None:
@@ -262,9 +264,9 @@ def test_a_change_is_marked_on_one_layout(tmp_path: Path) -> None:
     assert [len(one["nodes"]) for one in other["views"]] == [3, 5]
     assert not any(link["change"] for one in other["views"] for link in one["links"])
     large = CliRunner().invoke(
-        app, ["what-if", "9 x dgx-a100", "--add-nic", "1", "--page", str(tmp_path / "v.html")]
+        app, ["what-if", "10 x dgx-a100", "--add-nic", "1", "--page", str(tmp_path / "v.html")]
     )
-    assert large.exit_code and "--page shows at most 64 GPUs" in str(large.exception)
+    assert large.exit_code and "--page shows at most 72 GPUs" in str(large.exception)
 
 
 LOG = """# nThread 1 nGpus 4 minBytes 1024 maxBytes 4194304
@@ -364,7 +366,7 @@ def test_a_browser_shows_the_time_and_what_is_chosen(tmp_path: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_a_browser_shows_nodes_changes_steps_and_judgements(tmp_path: Path) -> None:
     page, log = tmp_path / "v.html", tmp_path / "log.txt"
-    data = whole(page, "view", "9 x dgx1-v100", "-s", "1M", "--train", "resnet50",
+    data = whole(page, "view", "10 x dgx1-v100", "-s", "1M", "--train", "resnet50",
                  "-o")  # fmt: skip
     text = shown(page, "1MiB/any/0.5/n0/0")
     assert '<h2 id="chosen">node 0</h2>' in text and "choose it again to see it" in text
