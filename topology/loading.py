@@ -73,13 +73,14 @@ def _load(spec: str | os.PathLike[str], gpu: str) -> Topology:
             return parse_cluster(text, partial(_one_machine, gpu=gpu))
     elif made := _parse_known(text, "", None, gpu):
         return made
-    near = get_close_matches(text.lower(), NAMES, 1)
+    begin = [name for name in NAMES if text and name.startswith(text.lower())]
+    near = begin or get_close_matches(text.lower(), NAMES, 1)
     if not _is_text(text) and machine(text.lower()):
         near = [text.lower()]
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise TopologyError(
         f"unknown machine {_short(text)!r}: {'a folder, no' if _is_folder(text) else 'no such'} "
-        f"file, and no such name; {f'did you mean {near[0]}? ' if near else ''}names are "
-        f"{', '.join(NAMES)}, N x NAME"
+        f"file, and no such name; {hint}names are {', '.join(NAMES)}, N x NAME"
     )
 
 

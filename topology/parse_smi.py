@@ -21,7 +21,7 @@ from linkweave.topology.topology import Topology
 _LEVELS = {"PIX": PIX, "PXB": PXB, "PHB": PHB, "NODE": NODE, "SYS": SYS, "SOC": SYS}
 _CELL = re.compile(r"X|NV[1-9]\d{0,2}|" + "|".join(_LEVELS))
 _AFFINITIES = re.compile(r"(?:(?:CPU|NUMA) Affinity|GPU NUMA ID).*", re.IGNORECASE)
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\[[0-9;]{1,5}m")  # some lose the escape when pasted
 _LISTED = re.compile(
     r"^\s*GPU (\d{1,6}): (.{1,100}?) \(UUID: (GPU-[0-9a-fA-F-]{1,64})\)", re.MULTILINE
 )

@@ -28,7 +28,8 @@ class Chart:
         """The model, the network and the ranks."""
         profile, network = self.schedule.profile, self.schedule.network
         made = " (synthetic times)" if profile.synthetic else ""
-        words = f"{profile.name}{made}, {network.name}, {network.workers} workers"
+        what = dict.fromkeys((profile.name + made, network.name))  # both may be "measured"
+        words = f"{', '.join(what)}, {network.workers} workers"
         return f"{words}; {self.about}" if self.about else words
 
     @property
@@ -122,7 +123,7 @@ def _bars(chart: Chart) -> list[list[tuple[float, float, int]]]:
 def as_data(charts: Sequence[Chart]) -> dict[str, Any]:
     """The charts as a page's JSON has them: bars are (start, end, layer, words), times in us."""
     profile = charts[0].schedule.profile
-    names = [layer.name for layer in profile.layers]
+    names = [f"layer {one.name}" if one.name.isdigit() else one.name for one in profile.layers]
     found = []
     for chart in charts:
         line, lanes = chart.timeline, chart.schedule.lanes

@@ -74,7 +74,10 @@ def tell(told: nccl_tests.Judgement, found: Topology) -> None:
 
 
 def sentences(told: nccl_tests.Judgement) -> list[str]:
-    return [f"{text[0].upper()}{text[1:]}." for text in told.sentences]
+    ends = ("" if text.endswith("?") else "." for text in told.sentences)
+    return [
+        f"{text[0].upper()}{text[1:]}{end}" for text, end in zip(told.sentences, ends, strict=True)
+    ]
 
 
 def plans_of(told: nccl_tests.Judgement, machine: Topology) -> list[Made]:

@@ -362,9 +362,9 @@ def _run(
         motion = collectives.simulate(shown, machine, nbytes)
     if shown is not plan:
         note += (
-            f" What moves is cut into {shown.num_chunks} chunks in place of {plan.num_chunks}, and "
-            f"takes {motion.seconds * 1e6:.0f} us, drawn as long as the plan itself; so are chunks "
-            "and times of what is under way. All other figures are of the plan itself."
+            f" What moves are {shown.num_chunks} larger chunks in place of {plan.num_chunks}; "
+            f"their {motion.seconds * 1e6:.0f} us are drawn as long as the plan's own. All figures "
+            "but those of what is under way are of the plan itself."
         )
     carried, sizes = dict.fromkeys(picture.line.values(), 0), plan.chunk_sizes(nbytes)
     each = np.bincount(run.rows[0], sizes[run.rows[1]], minlength=len(ways))

@@ -248,7 +248,11 @@ def run(asked: str, out: TextIO, report: Path | None = None) -> int:
     for check in checks:
         print(check, file=out)
     problems = [f"{c.name}: {c.detail}; {c.remedy}" for c in checks if c.state == "problem"]
-    print(f"\nTests of CPU ranks and {gpus} GPUs:", file=out, flush=True)
+    print(
+        f"\nTests of CPU ranks and {gpus} GPUs; the first compiles kernels, once:",
+        file=out,
+        flush=True,
+    )
     found, start = [], time.monotonic()
     for test in tests(gpus):
         found.append(ended(test))

@@ -66,7 +66,9 @@ def view(
     measured: options.MeasuredOption = None,
 ) -> None:  # fmt: skip
     """Write a page that shows a machine with plans in motion, and training steps."""
-    options.writable(page=out)
+    if out.suffix != ".html":
+        raise CollectiveError(f"--out writes a file that ends in .html, not {out}")
+    options.writable(out=out)
     given = plans.one_of(machine, topo)
     if (step := _step(given)) is not None:
         others = (size, plan, train, batch, tflops, node, gpus, gpu, measured)

@@ -12,16 +12,21 @@ from typing import Any
 from linkweave import collectives
 from linkweave.bench.gpu.api import Arrays, on_ranks
 from linkweave.bench.gpu.runner import Failed, Result
-from linkweave.collectives.training.tuner import SETTLED_NAMED
 
 POLICIES = ("asc-wfbp", "us-byte", "c-cube")
 """Two lanes, blocks cut inside tensors, a gradient queue."""
-STEPS = SETTLED_NAMED + 1  # before times are taken
 TIMED = 10
 SAMPLES = 4  # of a rank
 WIDTH = 96
 CLOSE = 1e-10
 """By how much float64 parameters may differ from those of one process."""
+
+
+def before_times() -> int:
+    """Steps that are made before times are taken."""
+    from linkweave.collectives.training.tuner import SETTLED_NAMED  # needs torch
+
+    return SETTLED_NAMED + 1
 
 
 def model_on(device: str) -> Any:
@@ -51,13 +56,17 @@ def steps_of(model: Any, optimizer: Any, rank: int, size: int, device: str) -> f
     import torch
     from torch.nn.functional import cross_entropy
 
+    from linkweave.collectives.training.tuner import SETTLED_NAMED
+
+    settled = SETTLED_NAMED + 1  # steps before times are taken
+
     def moment() -> float:
         if device.startswith("cuda"):
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    for step in range(STEPS + TIMED):
-        if step == STEPS:
+    for step in range(settled + TIMED):
+        if step == settled:
             begun = moment()
         x, y = (of[rank * SAMPLES : (rank + 1) * SAMPLES] for of in batch(step, size, device))
         optimizer.zero_grad()
@@ -80,7 +89,7 @@ def trained(rank: int, arrays: Arrays, policy: str, device: str) -> tuple[float,
     seconds = steps_of(wrapped, optimizer, rank, comm.size, device)
     wrapped.close()
     whole = torch.optim.SGD(alone.parameters(), 0.05, momentum=0.9)
-    for step in range(STEPS + TIMED):
+    for step in range(before_times() + TIMED):
         x, y = batch(step, comm.size, device)
         whole.zero_grad()
         torch.nn.functional.cross_entropy(alone(x), y).backward()

@@ -13,7 +13,7 @@ nothing is beside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -37,6 +37,30 @@ class StepTimeline:
     sends: tuple[Interval, ...]
     backward: tuple[Interval, ...]
     forward: tuple[Interval, ...]
+
+    @property
+    def communication_s(self) -> float:
+        """In which something is on its way."""
+        return sum(end - start for start, end in _union(self.sends))
+
+    @property
+    def hidden_s(self) -> float:
+        """Of `communication_s`, what lies beside the passes."""
+        passes = _union((*self.backward, *self.forward))
+        return sum(
+            max(0.0, min(b, d) - max(a, c)) for a, b in _union(self.sends) for c, d in passes
+        )
+
+
+def _union(spans: Iterable[Interval]) -> list[Interval]:
+    """The times that lie in any of the spans, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
 
 
 def timeline(

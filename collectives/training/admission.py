@@ -62,6 +62,14 @@ def refuse(
         )
     if exchange != "dense" and not isinstance(exchange, GTopK):
         raise CollectiveError(f"exchange must be 'dense' or a GTopK, not {shown(exchange)}")
+    mine = {id(p) for p in module.parameters()}
+    for optimizer in optimizers:
+        groups = groups_of(optimizer)
+        if mine and not any(id(p) in mine for group in groups for p in group["params"]):
+            raise CollectiveError(
+                f"the optimizer {type(optimizer).__name__} has none of the module's parameters, so "
+                "that it would not train it: construct it with module.parameters()"
+            )
 
 
 _ELSEWHERE = {
@@ -108,14 +116,6 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[torch.optim.Optimi
                     f"{name} is a SyncBatchNorm, which needs torch.distributed: call "
                     "torch.distributed.init_process_group('linkweave') first"
                 )
-    mine = {id(p) for p in module.parameters()}
-    for optimizer in optimizers:
-        groups = groups_of(optimizer)
-        if mine and not any(id(p) in mine for group in groups for p in group["params"]):
-            raise CollectiveError(
-                f"the optimizer {type(optimizer).__name__} has none of the module's parameters, so "
-                "that it would not train it: construct it with module.parameters()"
-            )
 
 
 def copy_from_rank_0(transport: Transport, module: nn.Module, without: set[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -344,8 +344,8 @@ class DataParallel(nn.Module):
     def metrics(self) -> dict[str, float]:
         """The last complete step of this rank that was recorded, in numbers for a dashboard.
 
-        step_s: its seconds, of which compute_s are the passes and exposed_s what no pass hides:
-            waiting for communication, the optimizer and the loop's own work.
+        step_s: its seconds: compute_s of the passes, exposed_s of communication that no pass hides,
+            and other_s, the optimizer and the loop's own work.
         communication_s: in which something was on its way; hidden_s: of these, beside the passes.
         nbytes: of the gradients; algbw: these by communication_s; all_reduces: how many there were.
         predicted_s: the schedule's own step. chained: 1.0 or 0.0.
@@ -353,13 +353,13 @@ class DataParallel(nn.Module):
         The policy's name is `program.policy`. Raises as `save_step`.
         """
         schedule, line = self._measured_step()
-        sends = _union(line.sends)
-        communication = sum(end - start for start, end in sends)
-        hidden = _common(sends, _union((*line.backward, *line.forward)))
+        communication, hidden = line.communication_s, line.hidden_s
         nbytes = schedule.profile.nbytes
         return {
             "step_s": line.seconds, "compute_s": line.seconds - line.exposed_s,
-            "exposed_s": line.exposed_s, "communication_s": communication, "hidden_s": hidden,
+            "exposed_s": communication - hidden,
+            "other_s": line.exposed_s - (communication - hidden),
+            "communication_s": communication, "hidden_s": hidden,
             "nbytes": float(nbytes), "all_reduces": float(schedule.all_reduces),
             "algbw": nbytes / communication if communication else 0.0,
             "predicted_s": schedule.predicted_seconds, "chained": float(schedule.chained),
@@ -472,22 +472,6 @@ class DataParallel(nn.Module):
 
 
 Spans = list[tuple[float, float]]
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> Spans:
-    """The times that lie in any of the spans, in order."""
-    found: Spans = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found
-
-
-def _common(some: Spans, others: Spans) -> float:
-    """The seconds that lie in both."""
-    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in some for c, d in others)
 
 
 def _copy_of(module: nn.Module, training: bool, end: str) -> DataParallel:

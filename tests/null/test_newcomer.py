@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from linkweave import topology
+from linkweave import collectives, topology
 from linkweave.bench.command import cli
 from linkweave.topology import TopologyError, machines
 
@@ -81,6 +81,21 @@ def test_what_is_assumed_of_nics_is_told() -> None:
         topology.load("1000000 x dgx-a100")
 
 
+def test_another_models_optimizer_is_refused_on_one_rank_too() -> None:
+    torch = pytest.importorskip("torch")
+    other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
+    with pytest.raises(
+        collectives.CollectiveError, match="SGD has none of the module's parameters"
+    ):
+        collectives.DataParallel(torch.nn.Linear(2, 2), other)
+
+
+def test_underlines_that_lost_their_escape_do_no_harm() -> None:
+    rows = ["\tGPU0\tGPU1\tCPU Affinity", "GPU0\t X \tNV4\t0-7", "GPU1\tNV4\t X \t0-7"]
+    plain = topology.load("\n".join(rows) + "\n")
+    assert topology.load("\n".join([f"[4m{rows[0]}[0m", *rows[1:]]) + "\n").links == plain.links
+
+
 NO_TORCH = """
 import sys
 import builtins
@@ -103,6 +118,18 @@ def test_a_command_without_torch_says_what_to_install(words: str) -> None:
     assert done.returncode == 2, done.stderr
     assert "needs torch" in done.stderr and "pip install torch==2.13.0" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_the_self_test_leaves_torch_out_where_it_is_not() -> None:
+    code = (
+        f"{NO_TORCH}\nimport io\nfrom unittest.mock import patch\n"
+        "from linkweave.bench.command import selftest\n"
+        "rows = [test.row for test in selftest.tests(0)]\n"
+        "found = [selftest.in_process(row, 60)['state'] for row in rows if 'torch' in row.name]\n"
+        "print(len(rows), found)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"5 {['left out: torch is not installed'] * 2}\n", done.stderr
 
 
 def test_a_name_without_torch_says_what_to_install() -> None:

@@ -390,7 +390,10 @@ def test_assumed_speeds_survive_json_and_do_not_matter_to_equality() -> None:
         Link(0, 1, 10**9, assumed="yes")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("wrong", "right"), [("DGX1-V100", "dgx1-v100"), ("Mesh-8", "mesh-8")])
+@pytest.mark.parametrize(("wrong", "right"), [
+    ("DGX1-V100", "dgx1-v100"), ("Mesh-8", "mesh-8"), ("dgx1", "dgx1-v100 or dgx1-p100"),
+    ("dgx-h", "dgx-h100 or dgx-h200"), ("dgx-h10", "dgx-h100"),
+])  # fmt: skip
 def test_a_near_name_is_suggested(wrong: str, right: str) -> None:
     with pytest.raises(TopologyError, match=rf"did you mean {right}\?"):
         load(wrong)

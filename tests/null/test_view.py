@@ -221,7 +221,15 @@ def test_a_measured_step_has_a_page(tmp_path: Path) -> None:
     made = overlap.plan(profile, overlap.Network(1e-4, 1e-9), "wfbp")
     late = replace(made.timeline, seconds=2 * made.timeline.seconds)
     step = tmp_path / "step.json"
-    step.write_text(overlap.MeasuredStep(made, late).to_json())
+    found = overlap.MeasuredStep(made, late)
+    # what neither a pass nor communication takes is the loop's own
+    own = late.seconds - made.timeline.seconds
+    late = replace(late, exposed_s=made.timeline.exposed_s + own)
+    told = str(overlap.MeasuredStep(made, late)).splitlines()
+    (line,) = (one for one in told if one.startswith("communication nothing hides"))
+    assert line.split()[3] == line.split()[4]
+    assert told[-1].split()[-2:] == ["0.00", f"{1e3 * own:.2f}"]
+    step.write_text(found.to_json())
     data = whole(tmp_path / "v.html", "view", str(step), "-o")
     assert data["views"] == [] and [c["name"] for c in data["steps"]["charts"]] == [
         "predicted", "measured"
