@@ -12,7 +12,7 @@ from pathlib import Path
 from linkweave.topology.clusters import looks_like_cluster, nodes_of, parse_cluster
 from linkweave.topology.detect import detect
 from linkweave.topology.errors import TopologyError
-from linkweave.topology.machines import NAMES, machine
+from linkweave.topology.machines import NAMES, machine, of_cards
 from linkweave.topology.measured import looks_like_p2p, overlay
 from linkweave.topology.nccl_xml import parse_nccl_xml
 from linkweave.topology.parse_smi import looks_like_smi, parse_smi
@@ -66,7 +66,7 @@ def _load(spec: str | os.PathLike[str], gpu: str) -> Topology:
         return detect()
     if not _is_text(text):
         if found := machine(text):
-            return found
+            return of_cards(found, gpu) if gpu and text.startswith("pcie-") else found
         if os.path.isfile(text):
             return _parse(read(text), text, Path(text).stem, gpu)
         if looks_like_cluster(text):

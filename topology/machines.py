@@ -152,6 +152,20 @@ def pcie(n: int) -> Topology:
     return _machine(f"pcie-{n}", n, pairs)
 
 
+def of_cards(machine: Topology, model: str) -> Topology:
+    """`pcie` with GPUs of a model, on ports of its generation. Raises TopologyError for a model
+    that is not known."""
+    sm = speeds.known_model(model)
+    links = tuple(replace(link, bandwidth=speeds.pcie_port(sm)) for link in machine.links)
+    told = machine.assumptions
+    if speeds.without_peers(model):
+        told += ("GPUs reach each other's memory, which GeForce RTX 40 and 50 do not",)
+    devices = tuple(GpuId(gpu, model=model, sm=sm) for gpu in machine.gpus)
+    return replace(
+        machine, name=f"{machine.name} of {model}", links=links, devices=devices, assumptions=told
+    )
+
+
 def cpu(n: int) -> Topology:
     """N processes that share one memory: all traffic crosses the same store -> load path.
 

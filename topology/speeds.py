@@ -25,7 +25,7 @@ _NVLINK = {
 _MODELS = (  # of nvidia-smi -L and NVML; the first that fits
     (r"\bP100\b", 60), (r"\bV100S?\b|Titan V\b", 70),
     (r"\bT4\b|\b(RTX ?)?20[6-8]0\b|Quadro RTX", 75), (r"\b(A100|A800|A30)\b", 80),
-    (r"\b(A40|A10|RTX A\d000|(RTX ?)?30[5-9]0)\b", 86),
+    (r"\b(A40|A10|(RTX )?A\d000|(RTX ?)?30[5-9]0)\b", 86),
     (r"\b(L40S?|L4|L20|(RTX ?)?40[5-9]0|RTX \d000 Ada)\b", 89),
     (r"\bG?(H100|H800|H200|H20)\b", 90), (r"\bG?(B100|B200|B300)\b", 100),
     (r"\b(RTX PRO|(RTX ?)?50[5-9]0)\b", 120),
@@ -70,6 +70,11 @@ def generation(bandwidth: int) -> int:
 def compute_capability(model: str) -> int:
     """The compute capability times ten, such as 70 for "Tesla V100-SXM2-16GB"; 0 if unknown."""
     return next((sm for pattern, sm in _MODELS if re.search(pattern, model, re.IGNORECASE)), 0)
+
+
+def without_peers(model: str) -> bool:
+    """Whether NVIDIA's driver lets such cards not access each other's memory."""
+    return re.search(r"\b(RTX ?)?[45]0[5-9]0\b", model, re.IGNORECASE) is not None
 
 
 def known_model(model: str) -> int:

@@ -90,6 +90,18 @@ def test_another_models_optimizer_is_refused_on_one_rank_too() -> None:
         collectives.DataParallel(torch.nn.Linear(2, 2), other)
 
 
+@pytest.mark.parametrize(
+    ("model", "sm", "rate", "apart"),
+    [("rtx4090", 89, 24, True), ("rtx 5090", 120, 48, True), ("a6000", 86, 24, False),
+     ("RTX 6000 Ada", 89, 24, False), ("v100", 70, 12, False)],
+)  # fmt: skip
+def test_cards_on_pcie_are_named(model: str, sm: int, rate: int, apart: bool) -> None:
+    machine = topology.load("pcie-8", gpu=model)
+    assert {device.sm for device in machine.devices} == {sm} and len(machine.devices) == 8
+    assert {link.bandwidth for link in machine.links} == {rate * 10**9}
+    assert any("GeForce RTX 40 and 50 do not" in told for told in machine.assumptions) == apart
+
+
 def test_underlines_that_lost_their_escape_do_no_harm() -> None:
     rows = ["\tGPU0\tGPU1\tCPU Affinity", "GPU0\t X \tNV4\t0-7", "GPU1\tNV4\t X \t0-7"]
     plain = topology.load("\n".join(rows) + "\n")
