@@ -33,6 +33,11 @@ class Chart:
         return f"{words}; {self.about}" if self.about else words
 
     @property
+    def rows(self) -> list[str]:
+        """The names of its rows, from the top."""
+        return ["backward", *(f"lane {i}" for i in range(self.schedule.lanes)), "forward"]
+
+    @property
     def title(self) -> str:
         count = self.schedule.all_reduces
         return (
@@ -78,7 +83,7 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
     limit = min(times[-1], 2 * times[len(times) // 2])  # a slow one must not squeeze the others
     axes[0, 0].set_xlim(0, 1.02e3 * limit)
     for axis, chart in zip(axes[:, 0], charts, strict=True):
-        names = ["backward", *(f"lane {i}" for i in range(chart.schedule.lanes)), "forward"]
+        names = chart.rows
         for row, bars in enumerate(_bars(chart)):
             axis.broken_barh(
                 [(start * 1e3, width * 1e3) for start, width, _ in bars], (row - 0.4, 0.8),
@@ -126,29 +131,27 @@ def as_data(charts: Sequence[Chart]) -> dict[str, Any]:
     names = [f"layer {one.name}" if one.name.isdigit() else one.name for one in profile.layers]
     found = []
     for chart in charts:
-        line, lanes = chart.timeline, chart.schedule.lanes
-        rows: list[list[tuple[float, float, int, str]]] = [[] for _ in range(2 + lanes)]
+        line = chart.timeline
+        rows: list[list[tuple[float, float, int, str]]] = [[] for _ in chart.rows]
         for row, spans, what in ((0, line.backward, "backward"), (-1, line.forward, "forward")):
             rows[row] = [
                 (_us(start), _us(end), layer, f"{names[layer]}, {what}")
                 for layer, (start, end) in enumerate(spans)
             ]
-        ready = {i: end for i, (_, end) in enumerate(line.backward)}
         sends = zip(chart.schedule.communications, line.sends, strict=True)
         for number, (c, (start, end)) in enumerate(sends):
             layers = [piece.layer for piece in c.pieces]
             those = names[layers[0]] + (f" and {len(layers) - 1} more" if len(layers) > 1 else "")
             words = (
                 f"{c.kind} {number} of {those}: {c.nbytes / 1e3:,.0f} kB, its gradients ready at "
-                f"{max(ready[layer] for layer in layers) * 1e3:.2f} ms"
+                f"{max(line.backward[layer][1] for layer in layers) * 1e3:.2f} ms"
             )
             rows[1 + c.lane].append((_us(start), _us(end), layers[0], words))
-        kinds = ["backward", *(f"lane {i}" for i in range(lanes)), "forward"]
         found.append({
             "title": chart.title, "name": chart.name, "case": chart.case, "us": _us(line.seconds),
             "bound": _us(chart.schedule.lower_bound_seconds),
             "rows": [{"name": name, "bars": sorted(bars)}
-                     for name, bars in zip(kinds, rows, strict=True)],
+                     for name, bars in zip(chart.rows, rows, strict=True)],
         })  # fmt: skip
     return {"layers": len(names), "charts": found}
 
@@ -170,7 +173,7 @@ def trace(charts: Sequence[Chart]) -> str:
 def _events(pid: int, chart: Chart) -> Iterator[dict[str, Any]]:
     line, sends = chart.timeline, chart.schedule.communications
     names = [layer.name for layer in chart.schedule.profile.layers]
-    rows = ["backward", *(f"lane {i}" for i in range(chart.schedule.lanes)), "forward"]
+    rows = chart.rows
     yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": chart.name}}
     for tid, row in enumerate(rows):
         yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": row}}

@@ -117,8 +117,8 @@ def _px(length: float) -> float:
     return round(PIXELS * length, 1)
 
 
-def _called(machine: Topology) -> Callable[[Vertex], str]:
-    return lambda v: f"{machine.noun} {v}" if isinstance(v, int) else v
+def _called(noun: str) -> Callable[[Vertex], str]:
+    return lambda v: f"{noun} {v}" if isinstance(v, int) else v
 
 
 def views_of(
@@ -183,7 +183,9 @@ def whole(
     where = lay_out(among, fabric, arcs=True)
     links = [machine.by_ends.get((link.src, link.dst), link) for link in fabric]
     large = isinstance(where, Star) and len(where.seats) > THICK
-    picture = Picture.of(name, where, links, _called(machine), changed, 0.42 if large else RADIUS)
+    picture = Picture.of(
+        name, where, links, _called(machine.noun), changed, 0.42 if large else RADIUS
+    )
     runs = [[_run(plan, machine, each.nbytes, seconds, picture) for plan, seconds in each.plans]
             for each in made]  # fmt: skip
     return picture.showing(machine, made, runs)
@@ -204,7 +206,8 @@ def before_and_after(
 def of_nodes(machine: Topology, nodes: Sequence[Sequence[int]], made: Sequence[Made]) -> View:
     """The view of a cluster's nodes: what they send each other, by time and bytes."""
     home = {g: i for i, gpus in enumerate(nodes) for g in gpus}
-    owner = {v: i for i, gpus in enumerate(nodes) for v in _part(machine, gpus)}
+    near = neighbours((k.src, k.dst) for k in machine.links if k.kind != "network")
+    owner = {v: i for i, gpus in enumerate(nodes) for v in reach(near, gpus[0])}
     speed: dict[tuple[Vertex, Vertex], int] = {}  # between a node and the network, each way
     ways: dict[tuple[Vertex, Vertex], tuple[tuple[Vertex, Vertex], int]] = {}
     for link in machine.links:
@@ -215,10 +218,7 @@ def of_nodes(machine: Topology, nodes: Sequence[Sequence[int]], made: Sequence[M
             speed[ends] = speed.get(ends, 0) + rate
     links = [Link(*ends, rate, kind="network") for ends, rate in sorted(speed.items(), key=str)]
 
-    def called(v: Vertex) -> str:
-        return f"node {v}" if isinstance(v, int) else v
-
-    picture = Picture.of("nodes", star(range(len(nodes)), NETWORK), links, called,
+    picture = Picture.of("nodes", star(range(len(nodes)), NETWORK), links, _called("node"),
                          radius=0.42 if len(nodes) > THICK else RADIUS)  # fmt: skip
 
     def run(plan: Plan, nbytes: int, seconds: float | None) -> View:
@@ -258,16 +258,10 @@ def of_node(
 ) -> View:
     """The view of one node of a cluster, and of what enters and leaves it."""
     where, links = lay_out_node(nodes[node], machine.fabric)
-    picture = Picture.of(f"node {node}", where, links, _called(machine))
+    picture = Picture.of(f"node {node}", where, links, _called(machine.noun))
     runs = [[_run(plan, machine, each.nbytes, seconds, picture) for plan, seconds in each.plans]
             for each in made]  # fmt: skip
     return picture.showing(machine, made, runs)
-
-
-def _part(machine: Topology, gpus: Sequence[int]) -> set[Vertex]:
-    """What belongs to a node: all that its GPUs reach without the network."""
-    near = neighbours((k.src, k.dst) for k in machine.links if k.kind != "network")
-    return {*reach(near, gpus[0])}
 
 
 def _merged(which: Any, starts: Any, ends: Any, seconds: float) -> list[tuple[int, float, float]]:
