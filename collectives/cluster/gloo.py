@@ -64,8 +64,12 @@ class Across:
         """Close the connections, so that nobody waits for this rank; after calls under way."""
         held, self._gloo = [self._gloo], None
         closing = threading.Thread(target=held.clear, daemon=True)
-        closing.start()
-        closing.join(_CLOSING)
+        try:
+            closing.start()
+        except RuntimeError:  # the interpreter exits: Python 3.12 starts no thread any more
+            held.clear()
+        else:
+            closing.join(_CLOSING)
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:

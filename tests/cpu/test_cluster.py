@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,21 @@ def test_a_rank_knows_its_machine_and_its_column() -> None:
         (0, 5, 0, 3, (0, 2)), (1, 5, 1, 3, (0, 2)), (2, 5, 2, 3, None),
         (3, 5, 0, 2, (1, 2)), (4, 5, 1, 2, (1, 2)),
     ]  # fmt: skip
+
+
+def test_connections_are_closed_when_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from Python 3.12 on while the interpreter exits."""
+
+    def refuses(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    across = Across(c10d.HashStore(), 0, 1, 10.0)
+    held = weakref.ref(across._gloo)
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    across.close()
+    assert held() is None
+    with pytest.raises(RuntimeError, match="are closed"):
+        across.broadcast(torch.zeros(1), 0)
 
 
 def alone(comm: Any) -> bool:
