@@ -12,7 +12,7 @@ from host_gpu import HostDevice
 
 from linkweave.collectives.launch import processes
 
-LAST = ("test_event_graphs.py", "test_fake_training.py")
+LAST = ("test_event_graphs.py", "test_fake_cuda.py", "test_fake_training.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

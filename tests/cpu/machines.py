@@ -38,28 +38,29 @@ def forked(size: int, body: Callable[[int], Any], lost: Sequence[int] = ()) -> l
     """
     compile_kernels()  # which the forks inherit
     context = multiprocessing.get_context("fork")
-    found = context.Manager().list([None] * size)
+    with context.Manager() as manager:
+        found = manager.list([None] * size)
 
-    def rank_of(rank: int) -> None:
-        torch.set_num_threads(1)
-        try:
-            found[rank] = body(rank)
-        except Exception as error:
-            found[rank] = f"{type(error).__name__}: {error}"
+        def rank_of(rank: int) -> None:
+            torch.set_num_threads(1)
+            try:
+                found[rank] = body(rank)
+            except Exception as error:
+                found[rank] = f"{type(error).__name__}: {error}"
 
-    ranks = [context.Process(target=rank_of, args=(rank,)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 280  # before that of the test
-    for rank, process in enumerate(ranks):
-        if rank not in lost:
-            process.join(max(0.0, deadline - time.monotonic()))
-    alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-    for rank in alive:
-        ranks[rank].kill()
-        ranks[rank].join()
-    assert set(alive) <= {*lost}, f"ranks {alive} hang"
-    return list(found)
+        ranks = [context.Process(target=rank_of, args=(rank,)) for rank in range(size)]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + 280  # before that of the test
+        for rank, process in enumerate(ranks):
+            if rank not in lost:
+                process.join(max(0.0, deadline - time.monotonic()))
+        alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        for rank in alive:
+            ranks[rank].kill()
+            ranks[rank].join()
+        assert set(alive) <= {*lost}, f"ranks {alive} hang"
+        return list(found)
 
 
 def on_group(
