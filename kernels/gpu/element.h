@@ -11,12 +11,14 @@ struct float8_e4m3fn { u8 bits; };
 struct float8_e5m2 { u8 bits; };
 
 template <class T> struct Wide { typedef T type; };
+template <> struct Wide<u8> { typedef u32 type; };  // as u8, min and max spill on sm_100
 template <> struct Wide<float16> { typedef float type; };
 template <> struct Wide<bfloat16> { typedef float type; };
 template <> struct Wide<float8_e4m3fn> { typedef float type; };
 template <> struct Wide<float8_e5m2> { typedef float type; };
 
 template <class T> __device__ __forceinline__ T widen(T v) { return v; }
+__device__ __forceinline__ u32 widen(u8 v) { return v; }
 __device__ __forceinline__ float widen(float16 v) { return half_bits_to_float(v.bits); }
 __device__ __forceinline__ float widen(bfloat16 v) { return bits_float(u32(v.bits) << 16); }
 // The exponent's bias becomes 127 by a product, which is exact for subnormals too. Patterns from
@@ -35,6 +37,7 @@ __device__ __forceinline__ float widen(float8_e5m2 v) {
 }
 
 template <class T> __device__ __forceinline__ void narrow(T v, T& to) { to = v; }
+__device__ __forceinline__ void narrow(u32 v, u8& to) { to = u8(v); }
 __device__ __forceinline__ void narrow(float v, float16& to) { to.bits = float_to_half_bits(v); }
 __device__ __forceinline__ void narrow(float v, bfloat16& to) {
     const u32 b = float_bits(v);
@@ -178,14 +181,27 @@ __device__ __forceinline__ void combine(Total<T, BYTES>& total, typename Word<BY
         total.e[i] = Op::apply(total.e[i], other.e[i]);
 }
 
+// Only floats have averages. The 16 of 8-bit floats are divided in memory: in registers they spill.
+template <class W, int N> __device__ __forceinline__ void divide(W (&)[N], W) {}
+template <int N> __device__ __forceinline__ void divide(double (&e)[N], double divisor) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) e[i] /= divisor;
+}
+template <int N> __device__ __forceinline__ void divide(float (&e)[N], float divisor) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) e[i] /= divisor;
+}
+__device__ __noinline__ void divide(float (&e)[16], float divisor) {
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i) e[i] /= divisor;
+}
+
 template <class T, int BYTES>
 __device__ __forceinline__ typename Word<BYTES>::type narrow(const Total<T, BYTES>& total,
                                                              u32 divisor) {
     typedef typename Wide<T>::type W;
     Total<T, BYTES> result = total;
-    if (divisor > 1)
-#pragma unroll
-        for (int i = 0; i < BYTES / int(sizeof(T)); ++i) result.e[i] = W(total.e[i] / W(divisor));
+    if (divisor > 1) divide(result.e, W(divisor));
     Bits<T, BYTES> bits;
 #pragma unroll
     for (int i = 0; i < BYTES / int(sizeof(T)); ++i) narrow(result.e[i], bits.v.e[i]);

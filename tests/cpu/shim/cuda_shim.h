@@ -38,6 +38,7 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __popc __builtin_popcount
 #define __ffs __builtin_ffs
