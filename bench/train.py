@@ -30,6 +30,7 @@ from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import Schedule
 from linkweave.collectives.training.transport import OverCommunicator
 from linkweave.collectives.training.tuner import SETTLED
+from linkweave.topology.text import counted
 
 STEPS = 12  # of a block
 WARM_UP = -(-(SETTLED + 1) // STEPS)  # blocks
@@ -181,7 +182,7 @@ def _measured(
         return []
     row = Row(
         model, ours.nbytes, batch, comm.size, 1e3 * compute, 1e3 * ddp, 1e3 * mine, ratio, differs,
-        f"{program.policy}, {sends} all-reduce{'s'[: sends != 1]}" + ", chained" * program.chained,
+        f"{program.policy}, {counted(sends, 'all-reduce')}" + ", chained" * program.chained,
         1e3 * plan.predicted_seconds if plan else None,
     )  # fmt: skip
     return [row]

@@ -11,6 +11,7 @@ from linkweave.topology.errors import TopologyError
 from linkweave.topology.link import DIRECT, Link
 from linkweave.topology.machines import ordered
 from linkweave.topology.routes import Vertex
+from linkweave.topology.text import counted
 from linkweave.topology.topology import Topology
 
 _ENDS = re.compile(r"([^-=\s]+)-([^-=\s]+)(?:=(\d{1,6}))?")
@@ -49,7 +50,7 @@ def without_links(topology: Topology, ends: Ends) -> Topology:
         left = 0 if ends.count is None else link.count - ends.count
         if left < 0:
             raise TopologyError(
-                f"{topology.name} has {link.count} link{'s'[: link.count != 1]} from {link.src} to "
+                f"{topology.name} has {counted(link.count, 'link')} from {link.src} to "
                 f"{link.dst}: cannot remove {ends.count}"
             )
         if left:

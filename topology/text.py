@@ -40,6 +40,11 @@ def number(n: int) -> str:
     return _NUMBERS[n] if n < len(_NUMBERS) else str(n)
 
 
+def counted(n: int, noun: str, more: str = "s") -> str:
+    """ "1 channel", "2 channels"; `more` makes the plural."""
+    return f"{n} {noun}{more[: len(more) * (n != 1)]}"
+
+
 def gpu_list(gpus: Sequence[int]) -> str:
     """GPUs 0, 1, 2, 3 and 7 as "0-3,7", in ascending order."""
     runs = groupby(enumerate(sorted(gpus)), key=lambda pair: pair[1] - pair[0])
@@ -74,8 +79,7 @@ def summary(topology: Graph) -> str:
 
 def ranks(topology: Graph) -> str:
     """ "8 GPUs", or "8 CPU ranks"."""
-    n = len(topology.gpus)
-    return f"{n} {'CPU ' * topology.on_memory}{topology.noun}{'s'[: n != 1]}"
+    return counted(len(topology.gpus), "CPU " * topology.on_memory + topology.noun)
 
 
 def cables(links: Sequence[Link]) -> Iterator[tuple[Link, bool]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from linkweave.collectives.overlap import Schedule, StepTimeline
 from linkweave.collectives.overlap.timeline import Interval
+from linkweave.topology.text import counted
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Chart:
         count = self.schedule.all_reduces
         return (
             f"{self.name}: {self.timeline.seconds * 1e3:.1f} ms, "
-            f"{count} all-reduce{'s'[: count != 1]}, {self.words}"
+            f"{counted(count, 'all-reduce')}, {self.words}"
         )
 
 

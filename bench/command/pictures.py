@@ -25,6 +25,7 @@ from linkweave.topology.clusters import nodes_of
 from linkweave.topology.layout import RADIUS, Positions, Star, lay_out, lay_out_node, star
 from linkweave.topology.link import KINDS
 from linkweave.topology.routes import neighbours, reach
+from linkweave.topology.text import counted
 from linkweave.topology.timings import measured_seconds
 
 SENDS = 6000
@@ -336,7 +337,9 @@ def _facts(plan: Plan, run: Timeline, machine: Topology, measured: float | None)
         "rate": f"{run.algbw / 1e9:.2f} GB/s",
         "share": f"{run.algbw / best.algbw:.0%}" if best else "-",
         "measured": f"{measured * 1e6:.1f} us" if measured else "",
-        "made": f"{len(plan.trees)} trees" if plan.trees else f"{len(plan.tracks)} tracks",
+        "made": counted(len(plan.trees), "tree")
+        if plan.trees
+        else counted(len(plan.tracks), "track"),
     }
 
 

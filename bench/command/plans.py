@@ -27,6 +27,7 @@ from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
 from linkweave.topology.loading import read
 from linkweave.topology.parts import parts_of
+from linkweave.topology.text import counted
 from linkweave.topology.timings import measured_seconds
 
 MOST_CHUNKS = 8 * MAX_CHUNKS
@@ -136,7 +137,8 @@ def plan(
         if as_json or steps:
             text = made.to_json() if as_json else str(made)
         else:
-            text = summary(made, found, nbytes, _reason(found, nbytes, made, algorithm))
+            why = _reason(found, nbytes, made, algorithm)
+            text = summary(made, found, nbytes, why, measured)
         if algorithm != "auto":
             _warn(made, found, nbytes)
     print(text)
@@ -195,8 +197,7 @@ def write_for(engine: str, path: Path, made: Plan, machine: Topology, nbytes: in
     if engine == "nccl":
         graphs = nccl_graph.of_plan(made, machine)
         path.write_text(nccl_graph.write(graphs))
-        count = len(graphs[0].channels)
-        what = f"{count} channel{'s'[: count != 1]} of {graphs[0].speed:g} GB/s"
+        what = f"{counted(len(graphs[0].channels), 'channel')} of {graphs[0].speed:g} GB/s"
         if any(graphs[0].nets):
             what += ", the same for each node"
         trees = ", for its trees" if len(graphs) == 1 else ""
@@ -213,7 +214,9 @@ def write_for(engine: str, path: Path, made: Plan, machine: Topology, nbytes: in
     return f"{path}: {engine} takes it for messages of {foreign.least} to {foreign.most} bytes"
 
 
-def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
+def summary(
+    made: Plan, machine: Topology, nbytes: int, reason: str, measured: str | None = None
+) -> str:  # fmt: skip
     """Describe a plan and its predicted time, one line for each fact."""
     line = collectives.simulate(made, machine, nbytes)
     facts = {
@@ -233,13 +236,14 @@ def summary(made: Plan, machine: Topology, nbytes: int, reason: str) -> str:
                 f". Switches that reduce (NVLS, for which --to mscclpp writes a plan) allow "
                 f"{reduced.algbw / 1e9:.4g} GB/s"
             )
+    if measured:
+        facts["measured"] = f"figures of {measured}"
     parts = parts_of(made, machine)
-    several = "s"[: len(parts) != 1]
-    facts["made of"] = f"{len(parts)} {parts[0].name.split()[0]}{several}" if parts else "nothing"
+    facts["made of"] = counted(len(parts), parts[0].name.split()[0]) if parts else "nothing"
     if made.trees:
         depths = [tree.depth for tree in made.trees]
         facts["made of"] += f", depth {' to '.join(map(str, sorted({min(depths), max(depths)})))}"
-    facts["made of"] += f", on {len({track.channel for track in made.tracks})} channels"
+    facts["made of"] += f", on {counted(len({track.channel for track in made.tracks}), 'channel')}"
     facts["detours"] = "; ".join(
         f"{a} - {b} over {', '.join(map(str, via))}" for a, *via, b in made.detours
     ) or "none"  # fmt: skip

@@ -141,7 +141,8 @@ def _share(value: float) -> str:
 
 
 def _ms(schedule: Schedule) -> str:
-    return f"{schedule.predicted_seconds * 1e3:.1f}"
+    ms = schedule.predicted_seconds * 1e3
+    return f"{ms:.1f}" if ms >= 100 else f"{ms:.4g}"  # so that a NEGLIGIBLE gain shows
 
 
 def planned(

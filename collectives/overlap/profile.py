@@ -16,6 +16,7 @@ from typing import Any
 from linkweave.collectives.errors import CollectiveError
 from linkweave.topology.checks import integer, number, shown
 from linkweave.topology.json_reader import parse_json
+from linkweave.topology.text import counted
 
 MAX_LAYERS = 5000
 MAX_BYTES = 1 << 40
@@ -93,9 +94,9 @@ class Profile:
         return f"<Profile {self}>"
 
     def __str__(self) -> str:
-        made = ", synthetic times" if self.synthetic else ""
+        made, one = (", synthetic times", "tensor") if self.synthetic else ("", "layer")
         return (
-            f"{self.name}: {len(self.layers)} tensors, {self.nbytes / 1e6:.1f} MB, forward "
+            f"{self.name}: {counted(len(self.layers), one)}, {self.nbytes / 1e6:.1f} MB, forward "
             f"{self.forward_s * 1e3:.1f} ms, backward {self.backward_s * 1e3:.1f} ms{made}"
         )
 

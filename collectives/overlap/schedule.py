@@ -23,7 +23,7 @@ from linkweave.collectives.overlap.timeline import StepTimeline, timeline
 from linkweave.collectives.overlap.timing import timings_of
 from linkweave.topology.checks import integer, shown
 from linkweave.topology.json_reader import read_format
-from linkweave.topology.text import html_table
+from linkweave.topology.text import counted, html_table
 
 T = TypeVar("T")
 _FORMAT = "linkweave-schedule"
@@ -132,8 +132,8 @@ class Schedule:
             str(net),
             f"{self.policy}: {line.seconds * 1e3:.2f} ms an iteration, of which "
             f"{exposed * 1e3:.2f} ms are communication that nothing hides; "
-            f"{self.all_reduces} all-reduces, whose start-ups take {startups * 1e3:.2f} ms "
-            f"of {sending * 1e3:.2f} ms; "
+            f"{counted(self.all_reduces, 'all-reduce')}, whose start-ups take "
+            f"{startups * 1e3:.2f} ms of {sending * 1e3:.2f} ms; "
             f"{self.gap:.1%} above the lower bound ({max(LANES, self.lanes)} all-reduces at once)",
         ]
         return "\n".join([*words, *([self.note] if self.note else [])])
@@ -141,7 +141,8 @@ class Schedule:
     def __repr__(self) -> str:
         """A line; `print` shows all communications, `explain` what they take."""
         return (
-            f"<Schedule: {self.policy} for {self.profile.name}, {self.all_reduces} all-reduces"
+            f"<Schedule: {self.policy} for {self.profile.name}, "
+            f"{counted(self.all_reduces, 'all-reduce')}"
             f"{', chained' * self.chained}, {self.predicted_seconds * 1e3:.2f} ms an iteration>"
         )
 
@@ -151,7 +152,9 @@ class Schedule:
         return html_table(repr(self)[1:-1], {str(i): line for i, line in enumerate(lines, 1)})
 
     def __str__(self) -> str:
-        lines = [f"{self.policy} for {self.profile.name}, {self.all_reduces} all-reduces"]
+        lines = [
+            f"{self.policy} for {self.profile.name}, {counted(self.all_reduces, 'all-reduce')}"
+        ]
         names = [layer.name for layer in self.profile.layers]
         for number, (sends, span) in enumerate(
             zip(self.communications, self.timeline.sends, strict=True)

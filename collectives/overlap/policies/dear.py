@@ -11,6 +11,7 @@ from linkweave.collectives.overlap.communication import (
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.topology.text import counted
 
 PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Into about how many buckets all gradients are divided, unless the caller says how large they
@@ -46,5 +47,5 @@ def _by(profile: Profile, network: Network, bucket: int) -> Schedule:
         for kind, order in ((REDUCE_SCATTER, reversed(buckets)), (ALL_GATHER, iter(buckets)))
         for layers in order
     )
-    note = f"{len(buckets)} buckets"
+    note = counted(len(buckets), "bucket")
     return Schedule("dear", profile, network, sends, True, note)

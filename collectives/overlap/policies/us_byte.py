@@ -10,6 +10,7 @@ from linkweave.collectives.overlap.communication import Communication, Piece, pa
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import Schedule
+from linkweave.topology.text import counted
 
 PARTITION = 4_000_000 // 8
 """Bytes of a basic block: the 4 Mb of the paper's simulations (section 6.7), read as megabits,
@@ -42,7 +43,8 @@ def us_byte(profile: Profile, network: Network, partition: int = PARTITION) -> S
         nbytes = min(blocks * partition, profile.layers[layer].nbytes - sent[layer])
         sends.append(Communication((Piece(layer, sent[layer], nbytes),)))
         sent[layer] += nbytes
-    note = f"basic blocks of {partition} bytes; {len(first.sends)} all-reduces in the first phase"
+    sent_first = counted(len(first.sends), "all-reduce")
+    note = f"basic blocks of {partition} bytes; {sent_first} in the first phase"
     return Schedule("us-byte", profile, network, tuple(sends), True, note)
 
 
