@@ -142,7 +142,7 @@ def _share(value: float) -> str:
 
 def _ms(schedule: Schedule) -> str:
     ms = schedule.predicted_seconds * 1e3
-    return f"{ms:.1f}" if ms >= 100 else f"{ms:.4g}"  # so that a NEGLIGIBLE gain shows
+    return f"{ms:.{1 + (ms < 10) + (ms < 1)}f}"  # so that a gain of 1 % shows
 
 
 def planned(
