@@ -142,7 +142,7 @@ def _measured(
         x[:] = 0
         ours_s, theirs = _times(comm, rounds, call, by_torch(kind, x, out, count, op=op))
         ratio = statistics.median(b / a for a, b in zip(ours_s, theirs, strict=True))
-        seconds, predicted = statistics.median(ours_s), made.seconds(kind, 4 * count, op)
+        seconds, predicted = statistics.median(ours_s), made.seconds(kind, 4 * count)
         of = op if collective(kind).combines else "none"
         gloo = statistics.median(theirs)
         rows.append(Row(kind, of, 4 * count, seconds, predicted, int(wrong[0]), gloo, ratio))

@@ -28,6 +28,9 @@ class Methods:
     the communicator's part."""
 
     rank: int
+    size: int
+    _calls: Any  # `HostCalls` or `ClusterCalls`
+    _worker: Worker
 
     def allreduce(
         self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False,
@@ -183,6 +186,8 @@ class Methods:
 
     def barrier(self) -> None:
         """Wait until all ranks have called `barrier`."""
+        if self._worker.idle and self._calls.repeat("barrier", 0, 0, NOTHING.dtype, "sum", 0):
+            return
         self._submit(False, None, lambda calls: calls.make(Request("barrier", NOTHING)))
 
     def _whole(
@@ -190,7 +195,16 @@ class Methods:
     ) -> Again | None:
         """How to repeat a call of a whole message, in place or from `x` into `out`; None if it is
         to be made like a first one."""
-        return None
+        if type(root) is not int or (given := fast_buffer(x)) is None:
+            return None
+        result: int | None = None
+        if kind == "reduce" and root != self.rank:  # sums of a part of the ranks are not for `x`
+            result, out = 0, None
+        elif out is not None:
+            if (found := fast_result(x, given, out, x.shape)) is None:
+                return None
+            result = found[0]
+        return Again((kind, *given, op, root, how, result), out)
 
     def _moved(
         self, kind: str, x: Any, out: Any, op: str = "sum", root: int = 0,
@@ -198,17 +212,56 @@ class Methods:
     ) -> Again | None:  # fmt: skip
         """How to repeat a call from `x` into `out`, or a new tensor, of another shape; `splits`
         says how its rows are split if not evenly. None as in `_whole`."""
-        return None
+        if type(root) is not int:
+            return None
+        elsewhere, uneven = self.rank != root, None  # elsewhere: than the input or the result
+        if kind == "scatter" and elsewhere:
+            if (result := fast_buffer(out)) is None:
+                return None
+            address, whole, dtype = 0, result[1] * self.size, result[2]
+        elif (given := fast_buffer(x)) is None:
+            return None
+        elif kind == "gather" and elsewhere:
+            (address, nbytes, dtype), result, out = given, (0, 0, ""), None
+            whole = nbytes * self.size
+        else:
+            if splits is None:
+                shape = operations.shape_of(kind, x.shape, self.size)
+            elif kind == "allgather" or self._calls.assumes:
+                key = operations.splits_key(kind, x, given[2], *splits)
+                if (uneven := self._calls.known_sizes(key)) is None or uneven.given != len(x):
+                    return None
+                shape = (uneven.rows, *x.shape[1:])
+            else:
+                return None
+            if shape is None:
+                return None
+            out = output_for(x, shape, None) if out is None else out
+            if (found := fast_result(x, given, out, shape)) is None:
+                return None
+            (address, nbytes, dtype), result = given, found
+            whole = uneven.nbytes if uneven else max(nbytes, result[1])
+        parts = (uneven.parts, uneven.sizes) if uneven else ()
+        return Again((kind, address, whole, dtype, op, root, "auto", result[0], *parts), out)
 
     def _call(
         self, again: Callable[[], Again | None], async_op: bool, x: Any,
         body: Callable[..., Any], *args: Any,
     ) -> Any:  # fmt: skip
         """Make a call `again` if it has been made before, or else by `body` as `_submit`."""
+        if async_op or not self._worker.idle:
+            return self._submit(async_op, x, body, *args, again=again)
+        found = again()
+        if found is not None and self._calls.repeat(*found.arguments):
+            return found.result
         return self._submit(async_op, x, body, *args)
 
-    def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any) -> Any:
-        """Run `body(context, *args)` on the device of `x`; on the CPU if `x` is no tensor."""
+    def _submit(
+        self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any,
+        again: Callable[[], Again | None] | None = None,
+    ) -> Any:  # fmt: skip
+        """Run `body(context, *args)` on the device of `x`; on the CPU if `x` is no tensor. `again`
+        may be asked when the call's turn comes: until then tensors may get other memory."""
         raise NotImplementedError
 
     def _own_gpu(self) -> int | None:
@@ -222,6 +275,8 @@ class Collectives(Methods):
     `team` is set if the ranks are threads of this process. `quiet` suppresses warnings that the
     parent communicator has given already.
     """
+
+    _calls: HostCalls
 
     def __init__(
         self, calls: HostCalls, settings: Settings, team: Team | None, quiet: bool
@@ -332,11 +387,6 @@ class Collectives(Methods):
         call = self._submit(False, None, agree, *arguments)
         return self._submit(False, values, sparse_allreduce, call)
 
-    def barrier(self) -> None:
-        if self._worker.idle and self._calls.repeat("barrier", 0, 0, NOTHING.dtype, "sum", 0):
-            return
-        super().barrier()
-
     def _on_gpu(self, number: int) -> GpuCalls:
         """This rank's calls on its GPU. The first one synchronises the ranks."""
         self._refuse_other_gpu(number)
@@ -359,73 +409,10 @@ class Collectives(Methods):
                 f"rank {self.rank} runs on GPU {mine}; the tensor is on GPU {number}"
             )
 
-    def _whole(
-        self, kind: str, x: Any, out: Any, op: str, root: int, how: How = "auto"
-    ) -> Again | None:
-        if type(root) is not int or (given := fast_buffer(x)) is None:
-            return None
-        result: int | None = None
-        if kind == "reduce" and root != self.rank:  # sums of a part of the ranks are not for `x`
-            result, out = 0, None
-        elif out is not None:
-            if (found := fast_result(x, given, out, x.shape)) is None:
-                return None
-            result = found[0]
-        return Again((kind, *given, op, root, how, result), out)
-
-    def _moved(
-        self, kind: str, x: Any, out: Any, op: str = "sum", root: int = 0,
-        splits: tuple[Any, ...] | None = None,
-    ) -> Again | None:  # fmt: skip
-        if type(root) is not int:
-            return None
-        elsewhere, uneven = self.rank != root, None  # elsewhere: than the input or the result
-        if kind == "scatter" and elsewhere:
-            if (result := fast_buffer(out)) is None:
-                return None
-            address, whole, dtype = 0, result[1] * self.size, result[2]
-        elif (given := fast_buffer(x)) is None:
-            return None
-        elif kind == "gather" and elsewhere:
-            (address, nbytes, dtype), result, out = given, (0, 0, ""), None
-            whole = nbytes * self.size
-        else:
-            if splits is None:
-                shape = operations.shape_of(kind, x.shape, self.size)
-            elif kind == "allgather" or self._calls.assumes:
-                key = operations.splits_key(kind, x, given[2], *splits)
-                if (uneven := self._calls.known_sizes(key)) is None or uneven.given != len(x):
-                    return None
-                shape = (uneven.rows, *x.shape[1:])
-            else:
-                return None
-            if shape is None:
-                return None
-            out = output_for(x, shape, None) if out is None else out
-            if (found := fast_result(x, given, out, shape)) is None:
-                return None
-            (address, nbytes, dtype), result = given, found
-            whole = uneven.nbytes if uneven else max(nbytes, result[1])
-        parts = (uneven.parts, uneven.sizes) if uneven else ()
-        return Again((kind, address, whole, dtype, op, root, "auto", result[0], *parts), out)
-
-    def _call(
-        self, again: Callable[[], Again | None], async_op: bool, x: Any,
-        body: Callable[..., Any], *args: Any,
-    ) -> Any:  # fmt: skip
-        if async_op or not self._worker.idle:
-            return self._submit(async_op, x, body, *args, again=again)
-        found = again()
-        if found is not None and self._calls.repeat(*found.arguments):
-            return found.result
-        return self._submit(async_op, x, body, *args)
-
     def _submit(
         self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any,
         again: Callable[[], Again | None] | None = None,
     ) -> Any:  # fmt: skip
-        """As `Methods._submit`. `again` is asked when the call's turn comes: until then tensors may
-        get other memory."""
         self._health.check()
         if (index := gpu_of(x)) is not None:
             return self._on_gpu(index).submit(async_op, x, body, *args)

@@ -6,12 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import accumulate, pairwise
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from linkweave.collectives.cluster.gloo import combined, undivided
+
+Bytes = NDArray[np.uint8]
 
 _LONG = 200  # characters
 
@@ -23,18 +28,19 @@ class Along:
     given: this rank's, flat, of as many bytes on all ranks.
     lengths: the bytes that come from each machine; with an op, as many from each.
     finish: what to do with the bytes of each machine, or with the combined values.
-    part: what a machine gets, in bytes, of the rows of this machine's ranks, or of their combined
+    part: what a machine gets, flat, of the rows of this machine's ranks, or of their combined
         values; None: all.
-    op: with which values are combined; empty: only moved.
+    op: with which values of `kind` are combined; empty: only moved.
     shares: the bytes of each machine's share, if each combines one, and then sends it on.
     to: the machine that alone gets these; None: all do.
     """
 
-    given: Any
+    given: Bytes
     lengths: Sequence[int]
     finish: Callable[[Any], Any]
-    part: Callable[[Any, int], Any] | None = None
+    part: Callable[[Any, int], Bytes] | None = None
     op: str = ""
+    kind: Any = None
     shares: Sequence[int] = ()
     to: int | None = None
 
@@ -43,30 +49,40 @@ class Along:
         """The bytes that each rank gets."""
         return sum(self.shares or (self.lengths[:1] if self.op else self.lengths))
 
-    def parts(self, rows: Any) -> list[Any]:
+    def parts(self, rows: NDArray[np.uint8]) -> list[Bytes]:
         """What each machine gets of `rows` of bytes, one of each local rank."""
         of, machines = self._combined(rows) if self.op else rows, range(len(self.lengths))
         if self.part is None:
-            return [of.view(-1)] * len(machines)
-        return [self.part(of, m).view(-1) for m in machines]
+            return [of.reshape(-1)] * len(machines)
+        return [self.part(of, m) for m in machines]
 
-    def merged(self, came: Sequence[Any], size: int) -> Any:
-        """The bytes of what `came` from each machine, combined for `size` ranks if there is an
-        op."""
+    def merged(self, came: Sequence[Bytes], size: int) -> Sequence[Bytes]:
+        """What `came` from each machine, or if there is an op, that combined for `size` ranks."""
         if not self.op:
-            return torch.cat([*came])
-        total = self._combined(came).view(self.given.dtype)
-        return (total.div_(size) if self.op == "avg" else total).view(torch.uint8)
+            return came
+        total = self._combined(came)
+        if self.op == "avg":
+            torch.from_numpy(total).view(self.kind).div_(size)
+        return (total,)
 
-    def _combined(self, rows: Any) -> Any:
-        values = [row.view(self.given.dtype) for row in rows]
-        return combined(values, undivided(self.op)).view(torch.uint8)
+    def _combined(self, rows: Any) -> Bytes:
+        values = [torch.from_numpy(row).view(self.kind) for row in rows]
+        total: Bytes = combined(values, undivided(self.op)).view(torch.uint8).numpy()
+        return total
 
-    def end(self, merged: Any) -> Any:
-        """Finish the call, of whose merged bytes a rank has a copy."""
+    def split(self, merged: Bytes) -> Sequence[Bytes]:
+        """What is `merged`, which a rank has in one copy."""
         if self.op:
-            return self.finish(merged.view(self.given.dtype))
-        return self.finish(merged.split([*self.lengths]))
+            return (merged,)
+        return [merged[a:b] for a, b in pairwise((0, *accumulate(self.lengths)))]
+
+    def end(self, merged: Sequence[Bytes]) -> Any:
+        """Finish the call; without anything merged, that of a rank which only sends."""
+        if not merged:
+            return None
+        if self.op:
+            return self.finish(torch.from_numpy(merged[0]).view(self.kind))
+        return self.finish(merged)
 
 
 @dataclass

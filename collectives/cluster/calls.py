@@ -7,18 +7,21 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from traceback import clear_frames
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from linkweave.collectives.calls import operations
+from linkweave.collectives.calls.host import FifoCache
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.calls.trace import CALLS, Trace, label
-from linkweave.collectives.cluster.call import ClusterCall
+from linkweave.collectives.cluster.call import Bytes, ClusterCall
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import GLOO_DTYPES, timed_out
 from linkweave.collectives.cluster.kinds import call_of
@@ -37,7 +40,7 @@ and the first ranks for each other's notices once more: who knows more speaks fi
 
 _VERBS = {"allreduce_list": "allreduce", "queued": "allreduce_queue", "alltoallv": "alltoall"}
 _ALLREDUCES = "allreduce", "allreduce_queue"
-_NOTHING = torch.zeros(0, dtype=torch.uint8)
+_NOTHING, _AGREED = np.empty(0, np.uint8), np.ones(1, np.uint8)
 
 
 class ClusterCalls:
@@ -53,6 +56,7 @@ class ClusterCalls:
         self.ended = ""  # why no call can be made
         self._roll_call, self._asked, self._compares = roll_call, "", True
         self._one_way = 0  # calls in a row
+        self._known = FifoCache[tuple[object, ...], tuple[ClusterCall, str]]()
         self._trace = Trace(self.rank)
         # for this machine's first rank, which may compare a call twice
         self._patience = 2 * (timeout + 2 * LONGER) + GRACE + LONGER
@@ -61,11 +65,30 @@ class ClusterCalls:
     # ---- what operations ask for ---------------------------------------------------------------
     def carry_out(self, body: Callable[..., Any], *args: Any) -> Any:
         """Run `body(self, *args)`, which makes calls."""
-        self.check()
         of_kind = body in (operations.into, operations.divided)
-        self._asked = args[0] if of_kind else _VERBS.get(body.__name__, body.__name__)
-        self._compares = self.compares_allreduces or self._asked not in _ALLREDUCES
+        self._begin(args[0] if of_kind else _VERBS.get(body.__name__, body.__name__))
         return body(self, *args)
+
+    def _begin(self, asked: str) -> None:
+        self.check()
+        self._asked = asked
+        self._compares = self.compares_allreduces or asked not in _ALLREDUCES
+
+    def repeat(
+        self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: int,
+        how: How = "auto", result: int | None = None, *uneven: Any,
+    ) -> bool:  # fmt: skip
+        """Make a short call once more, as `HostCalls.repeat`. Returns False unless its input and
+        result are where those of an earlier one were."""
+        known = None
+        if how == "auto" and isinstance(op, str) and not uneven:
+            known = self._known.get((kind, address, nbytes, dtype, op, root, result))
+        if known is None or "LINKWEAVE_ALGORITHM" in os.environ:
+            return False
+        self._begin(kind)
+        if self._compares:
+            self._make_traced(*known)
+        return self._compares
 
     @contextmanager
     def sharing_errors(self) -> Iterator[None]:
@@ -119,17 +142,34 @@ class ClusterCalls:
 
     def make(self, request: Request) -> None:
         """Make a call in place."""
-        x = flat_over(request.buffer)
-        self._make(request, x, x)
+        self._make(request, request.buffer, request.buffer, None)
 
     def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
         """Make a call from an input to a result; without one, this rank gets none."""
-        self._make(request, flat_over(given), None if result is None else flat_over(result))
+        self._make(request, given, result, 0 if result is None else result.address)
 
-    def _make(self, request: Request, x: Any, out: Any) -> None:
+    def _make(self, request: Request, given: Buffer, result: Buffer | None, to: int | None) -> None:
+        """Make a call, and remember it for `repeat` if it goes along. Connections may use the
+        memory of other calls after an error, so these keep it."""
         with self.sharing_errors():
-            call = call_of(self.links, request, x, out)
+            call = self._call_of(request, given, result)
         name = label(request.kind, "along" if call.along else "network", request.buffer.nbytes)
+        self._make_traced(call, name)
+        plain = request.layers is None and not (request.sizes or request.parts)
+        if plain and isinstance(request.root, int) and (call.along or request.kind == "barrier"):
+            whole, root = request.buffer, request.root
+            key = (request.kind, given.address, whole.nbytes, whole.dtype, request.op, root, to)
+            if key not in self._known:
+                own = replace(given, owner=None)
+                out = own if result is given else result and replace(result, owner=None)
+                self._known.add(key, (self._call_of(request, own, out), name))
+
+    def _call_of(self, request: Request, given: Buffer, result: Buffer | None) -> ClusterCall:
+        x = flat_over(given)
+        out = x if result is given else result and flat_over(result)
+        return call_of(self.links, request, x, out)
+
+    def _make_traced(self, call: ClusterCall, name: str) -> None:
         with self._trace.call(name):
             start = time.monotonic()
             self.make_call(call)
@@ -148,8 +188,8 @@ class ClusterCalls:
                 if mine:
                     raise RuntimeError(str(mine)) from mine  # no other rank knows of it
                 return call.body()
-            compared, came = self._compared(call, mine)
-            if compared:
+            came = self._compared(call, mine)
+            if came is not None:
                 return call.along.end(came) if call.along else call.body()
             refused = f"rank {self.rank}: {mine}" if mine else ""
             outcome = self._asked_around(self._machines_notice(Notice(call.asked, refused=refused)))
@@ -166,13 +206,13 @@ class ClusterCalls:
             raise self._end(outcome) from mine
         raise mine or CollectiveError(outcome.refused)
 
-    def _compared(self, call: ClusterCall, mine: Exception | None) -> tuple[bool, Any]:
-        """Whether no machine that this one hears from, and no rank of this one, asks for something
-        else, and the bytes that have come along."""
+    def _compared(self, call: ClusterCall, mine: Exception | None) -> Sequence[Bytes] | None:
+        """What has come along; None if a machine that this one hears from, or a rank of this one,
+        asks for something else."""
         machine, along, index = self.machine.calls, call.along, self.links.index
         if mine:
             machine.refuse(mine)
-            return False, None
+            return None
         if not call.one_way:
             self._one_way = 0
         elif self._one_way < MOST_OPEN:
@@ -180,47 +220,49 @@ class ClusterCalls:
         else:
             call, self._one_way = replace(call, source=None, target=None), 0
         hears, alone = call.target in (None, index), self.machine.size == 1
-        sends = along and call.source in (None, index)
-        given = along.given.view(torch.uint8) if along and sends else _NOTHING
-        rows = given.view(1, -1)
-        told = torch.zeros((along.nbytes if along and hears else 0) + 1, dtype=torch.uint8)
+        given = along.given if along and call.source in (None, index) else _NOTHING
+        rows, merged = given[np.newaxis], None
         try:
             if not alone:
-                rows = given.new_empty((self.machine.size if self._roll_call else 0, given.numel()))
-                result = rows.numpy() if len(rows) else None
-                machine.meet("gather", given.numpy(), call.word, result)
+                rows = np.empty((self.machine.size * bool(self._roll_call), given.size), np.uint8)
+                machine.meet("gather", given, call.word, rows if len(rows) else None)
             if self._roll_call is not None:
                 with machine.control.alive(self._roll_call.remind):
                     merged = self._compared_by_machines(self._roll_call, call, rows)
-                    if merged is not None and hears:
-                        told[:-1], told[-1] = merged, 1
                 if merged is None and not hears:  # nobody else here waits to hear of it
                     raise RuntimeError(self._roll_call.trouble)
             if not hears:
-                return True, _NOTHING
+                return ()
             if not alone:
-                machine.meet("broadcast", told.numpy())
+                told = np.zeros((along.nbytes if along else 0) + 1, np.uint8)
+                if merged is not None:
+                    np.concatenate([*merged, _AGREED], out=told)
+                machine.meet("broadcast", told)
+                merged = None
+                if told[-1]:
+                    merged = along.split(told[:-1]) if along else ()
         except CollectiveError:
             if machine.health.broken:
                 raise
-            return False, None
-        return bool(told[-1]), told[:-1]
+            return None
+        return merged
 
-    def _compared_by_machines(self, roll: RollCall, call: ClusterCall, rows: Any) -> Any:
+    def _compared_by_machines(
+        self, roll: RollCall, call: ClusterCall, rows: NDArray[np.uint8]
+    ) -> Sequence[Bytes] | None:
         """What the ranks of this machine get, unless another machine makes another call: then
         None."""
         along = call.along
         parts = along.parts(rows) if along and call.source in (None, self.links.index) else ()
-        lengths = along.lengths if along else ()
-        came = roll.compare(call, parts, lengths)
+        came = roll.compare(call, parts, along.lengths if along else ())
         if along is None or came is None or call.target not in (None, self.links.index):
-            return None if came is None else _NOTHING
+            return None if came is None else ()
         merged = along.merged(came, self.size)
-        if along.shares:
-            last = replace(call, target=along.to)
-            came = roll.compare(last, [merged] * len(along.shares), along.shares)
-            merged = None if came is None else torch.cat(came)
-        return merged
+        if not along.shares:
+            return merged
+        last = replace(call, target=along.to)
+        shares = roll.compare(last, [*merged] * len(along.shares), along.shares)
+        return None if shares is None else (np.concatenate(shares),)
 
     def _machines_notice(self, mine: Notice) -> Notice:
         """What this machine tells the others: of its ranks' failures the first, or else why they

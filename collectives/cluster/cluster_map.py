@@ -12,16 +12,19 @@ from linkweave.topology.checks import integer, number, shown
 PIECE = 8 << 20
 """Bytes of the pieces that are on the network and in memory at once."""
 
-ALONG, MOST = 128 << 10, 512 << 10
-"""Bytes that go along to a machine, and to all of them, when they compare a call."""
+ALONG, MOST = 512 << 10, 2 << 20
+"""Bytes that go along to a machine, and to all of them, when they compare a call; of a broadcast,
+and of a machine's share of an all-reduce, a quarter."""
 
 AT_ONCE = 64 << 10
 """Bytes to all machines up to which each gets all values, and combines them itself."""
 
 
-def goes_along(nbytes: float, machines: int) -> bool:
-    """Whether a comparison of so many machines takes so many bytes along to each."""
-    return 0 < nbytes <= ALONG and nbytes * (machines - 1) <= MOST
+def goes_along(nbytes: float, machines: int, same: bool = False) -> bool:
+    """Whether a comparison of so many machines takes so many bytes along to each. `same`: all
+    machines get the same bytes."""
+    counted = 4 * nbytes if same else nbytes
+    return 0 < counted <= ALONG and counted * (machines - 1) <= MOST
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,14 @@ class ClusterMap:
             integer(count, "the ranks of a machine", 1)
         number(self.startup_s, "startup_s", 0, 1e6)
 
-    def seconds(self, kind: str, nbytes: int, op: str = "sum") -> float:
+    def seconds(self, kind: str, nbytes: int) -> float:
         """The predicted time of a collective of `ClusterCommunicator`, for a message of `nbytes`:
-        of the result of an all-gather and a gather, of the input of the others; "min" and "max" are
-        of floats.
+        of the result of an all-gather and a gather, of the input of the others.
 
         A short message takes a comparison, or half of one if it goes one way, and what leaves a
         machine then; if machines combine shares of it, the first ranks exchange these once more. A
         longer one takes a comparison, its steps and what leaves the busiest interface; of movements
-        in memory, those of one machine's rows, or of one piece of an all-reduce, are not hidden. A
+        in memory, those of one machine's rows, or of one piece, are not hidden. A
         gather and a scatter hide all.
         """
         count, most, size = len(self.ranks), max(self.ranks), sum(self.ranks)
@@ -62,23 +64,19 @@ class ClusterMap:
         if kind in ("allreduce", "reduce"):
             if nbytes * others <= AT_ONCE:
                 return start / (1 + (kind == "reduce")) + pace * nbytes * others
-            if goes_along(-(-nbytes // count), count):
+            if goes_along(-(-nbytes // count), count, kind == "allreduce"):
                 sent = pace * 2 * others * nbytes / count
                 return 1.5 * start + sent + memory.seconds_per_byte * nbytes
-            if kind == "allreduce" and op not in ("min", "max"):
-                return start + self._in_pieces(nbytes)
-            return start + self.network.seconds(nbytes) + memory.seconds(nbytes / count)
+            return start + self._in_pieces(nbytes)
         frame: float
-        counted: float
         if kind == "alltoall":
-            frame, counted, leaves = most * share, most * nbytes, share * (size - most)
+            frame, leaves = most * share, share * (size - most)
         elif kind == "broadcast":
-            frame = counted = nbytes
-            leaves = nbytes * others.bit_length()
+            frame, leaves = nbytes, nbytes * others.bit_length()
         else:
-            frame = counted = share
-            leaves = share * others
-        if goes_along(counted, count):
+            frame, leaves = share, share * others
+        too_much = kind == "alltoall" and most * nbytes > MOST  # for a first rank to gather
+        if goes_along(frame, count, kind == "broadcast") and not too_much:
             if kind in ("broadcast", "gather", "scatter"):
                 start /= 2
             return start + pace * frame * others + memory.seconds_per_byte * share

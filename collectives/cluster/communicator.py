@@ -44,6 +44,8 @@ class ClusterCommunicator(Methods):
     too.
     """
 
+    _calls: ClusterCalls
+
     def __init__(
         self, rank: int, machines: Machines, machine: Communicator, store: Any,
         settings: Settings, meet: Meet,
@@ -79,7 +81,9 @@ class ClusterCommunicator(Methods):
         self._calls.compares_allreduces = value
 
     # ---- calls ---------------------------------------------------------------------------------
-    def _submit(self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any) -> Any:
+    def _submit(
+        self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any, again: Any = None
+    ) -> Any:
         self._calls.check()
         return self._worker.submit(async_op, self._calls.carry_out, body, *args)
 
@@ -87,8 +91,8 @@ class ClusterCommunicator(Methods):
         self, x: Any, layers: Sequence[int], op: str = "sum", *, algorithm: Any = "auto"
     ) -> ClusterQueue:
         """As `Communicator.allreduce_queue`, for CPU tensors. Layers arrive in the order in which
-        they are in `x`, each with the piece that has its end (`pieces.QUEUED` bytes); min and max
-        of floats, and with order="fixed" all of them, at the end."""
+        they are in `x`, each with the piece that has its end (`pieces.QUEUED` bytes); with
+        order="fixed" all of them at the end."""
         self._calls.check()
         arrivals = Arrivals()
         call = operations.queued, x, layers, op, algorithm, arrivals

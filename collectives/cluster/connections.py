@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch._C._distributed_c10d as c10d
 
 from linkweave.collectives.calls.work import Worker
@@ -39,21 +40,31 @@ class Connections:
         if local < machines.columns:
             column = c10d.PrefixStore(f"across/{local}/", store)
             self.across = Across(column, self.index, machines.count, timeout)
+        self._scratch = np.empty(0, np.uint8)
         self._workers: dict[tuple[int, bool], Worker] = {}  # of messages to and from each rank
         # of its own: gloo closes all connections of a group if it waits in vain for one message
         self._between = Across(c10d.PrefixStore("rows/", store), rank, self.size, timeout)
         self.pieces = Pieces(machine, self.across, machines, self.index)
         self.rows = Rows(machine, self._between, machines, fixed)
 
+    def scratch(self, nbytes: int) -> Any:
+        """Bytes that nobody reads, the same ones for all calls."""
+        if self._scratch.size < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch[:nbytes]
+
     def allreduce(self, x: Any, op: str, final: Callable[[int], None] | None = None) -> None:
         """Combine the flat `x` over all ranks, in place. `final` as in `Pieces.allreduce`."""
-        loses_nan = op in ("min", "max") and x.is_floating_point()  # gloo's does
-        if loses_nan or self.fixed:
+        if self.fixed:
             self.rows.allreduce(x, op)
             if final:
                 final(x.numel())
         else:
             self.pieces.allreduce(x, op, final)
+
+    def reduce(self, x: Any, out: Any, op: str, root: int) -> None:
+        """As `Pieces.reduce`."""
+        (self.rows if self.fixed else self.pieces).reduce(x, out, op, root)
 
     def send(self, x: Any, to: int, async_op: bool = False) -> Any:
         """Send `x` to a rank."""

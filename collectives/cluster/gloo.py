@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from functools import reduce
 from operator import add, and_, mul, or_, xor
@@ -42,12 +43,23 @@ class Across:
         return self._group.recv([x], source, 0)
 
     def allreduce(self, x: Any, op: str = "sum") -> Any:
-        """Combine `x` in place, with the ops of `Communicator.allreduce`; min and max of floats may
-        lose a NaN. "avg" is the sum; its caller divides. 16-bit floats are rounded at each step of
-        gloo's ring."""
+        """Combine `x` in place, with the ops of `Communicator.allreduce`. "avg" is the sum; its
+        caller divides. 16-bit floats are rounded at each step of gloo's ring. Of zeros, 0 is
+        greater than -0."""
         options = c10d.AllreduceOptions()
+        return self._combine(x, op, options, self._group.allreduce)
+
+    def reduce(self, x: Any, op: str, root: int) -> Any:
+        """As `allreduce`, but only `root` has the result; other ranks' `x` is undefined."""
+        options = c10d.ReduceOptions()
+        options.rootRank = root
+        return self._combine(x, op, options, self._group.reduce)
+
+    def _combine(self, x: Any, op: str, options: Any, call: Callable[..., Any]) -> Any:
+        if op in ("min", "max") and x.is_floating_point():
+            return _Sorted(x, op, lambda keys: self._combine(keys, op, options, call))
         options.reduceOp = gloo_op(op, x)
-        return self._group.allreduce([x], options)
+        return call([x], options)
 
     def broadcast(self, x: Any, root: int) -> Any:
         options = c10d.BroadcastOptions()
@@ -70,6 +82,30 @@ class Across:
             held.clear()
         else:
             closing.join(_CLOSING)
+
+
+class _Sorted:
+    """The least or greatest floats of all ranks, under way as integers in the same order: gloo's
+    own comparison loses a NaN. `begin` combines integers."""
+
+    def __init__(self, x: Any, op: str, begin: Callable[[Any], Any]) -> None:
+        self._x = x
+        wide = x.float() if x.element_size() == 2 else x
+        self._kind, kind = wide.dtype, (torch.int32, torch.int64)[wide.element_size() == 8]
+        ends = torch.iinfo(kind)
+        self._keys = _sorted(wide.view(kind))
+        self._keys.masked_fill_(x.isnan(), ends.min if op == "min" else ends.max)
+        self._work = begin(self._keys)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._x.copy_(_sorted(self._keys).view(self._kind))
+
+
+def _sorted(bits: Any) -> Any:
+    """Bits of floats as integers in the order of the floats, and back."""
+    ends = torch.iinfo(bits.dtype)
+    return (bits >> (ends.bits - 1)).bitwise_and_(ends.max).bitwise_xor_(bits)
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:

@@ -4,16 +4,20 @@ carries out a longer one."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from linkweave.collectives.calls.request import Request
-from linkweave.collectives.cluster.call import Along, ClusterCall
-from linkweave.collectives.cluster.cluster_map import AT_ONCE, goes_along
+from linkweave.collectives.cluster.call import Along, Bytes, ClusterCall
+from linkweave.collectives.cluster.cluster_map import AT_ONCE, MOST, goes_along
 from linkweave.collectives.cluster.connections import Connections
+from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.planning.collective import COLLECTIVES
+
+_NOTHING = np.empty(0, np.uint8)
 
 
 def call_of(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
@@ -51,13 +55,25 @@ def _combining(
     if links.fixed:
         return None
     if x.nbytes * (count - 1) <= AT_ONCE:
-        return Along(x, [x.nbytes] * count, finish, op=op) if x.nbytes else None
-    if not goes_along(-(-x.nbytes // count), count):
+        if not x.nbytes:
+            return None
+        return Along(_bytes(x), [x.nbytes] * count, finish, op=op, kind=x.dtype)
+    if not goes_along(-(-x.nbytes // count), count, to is None):
         return None
     ends = [x.numel() * m // count * x.element_size() for m in range(count + 1)]
     shares = [stop - start for start, stop in pairwise(ends)]
     lengths = [shares[links.index]] * count
-    return Along(x, lengths, finish, lambda of, m: of[ends[m] : ends[m + 1]], op, shares, to)
+
+    def part(of: Bytes, m: int) -> Bytes:
+        return of[ends[m] : ends[m + 1]]
+
+    return Along(_bytes(x), lengths, finish, part, op, x.dtype, shares, to)
+
+
+def _bytes(x: Any) -> Bytes:
+    """The memory of a flat tensor."""
+    found: Bytes = x.view(torch.uint8).numpy()
+    return found
 
 
 def _barrier(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
@@ -80,17 +96,21 @@ def _allreduce(links: Connections, request: Request, x: Any, out: Any) -> Cluste
 
 
 def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
-    count, x, root = links.machines.count, x.view(torch.uint8), _root(request)
+    count, root = links.machines.count, _root(request)
     at, local = links.machines.position(root)
+    given, along = _bytes(x), None
 
-    def part(rows: Any, m: int) -> Any:
-        return rows[local] if links.index == at else rows[:0]
+    def part(rows: Any, m: int) -> Bytes:
+        found: Bytes = rows[local] if links.index == at else _NOTHING
+        return found
 
-    along = None
-    if goes_along(x.nbytes, count):
-        lengths = [x.nbytes * (m == at) for m in range(count)]
-        along = Along(x, lengths, lambda came: x.copy_(came[at]), part)
-    body = lambda: links.pieces.broadcast(x, root)  # noqa: E731
+    def finish(came: Sequence[Bytes]) -> None:
+        if links.rank != root:
+            given[:] = came[at]
+
+    if goes_along(x.nbytes, count, same=True):
+        along = Along(given, [x.nbytes * (m == at) for m in range(count)], finish, part)
+    body = lambda: links.pieces.broadcast(x.view(torch.uint8), root)  # noqa: E731
     return ClusterCall(_asked(request), body, along, source=at)
 
 
@@ -103,45 +123,45 @@ def _reduce(links: Connections, request: Request, x: Any, out: Any) -> ClusterCa
             out.copy_(total)
 
     along = _combining(links, x, op, finish, at)
-    body = lambda: links.rows.reduce(x, out, op, root)  # noqa: E731
+    body = lambda: links.reduce(x, out, op, root)  # noqa: E731
     return ClusterCall(_asked(request), body, along, target=None if along and along.shares else at)
 
 
 def _allgather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     machines, x, out = links.machines, x.view(torch.uint8), out.view(torch.uint8)
     widths: Any = request.sizes or [x.nbytes] * links.size
+    whole, ends = _bytes(out), [0, *accumulate(widths)]
 
-    def finish(came: Sequence[Any]) -> None:
-        each = [of.view(len(ranks), -1) for of, ranks in zip(came, machines.ranks, strict=True)]
-        positions = [machines.position(r) for r in range(links.size)]
-        parts = [each[m][at, :n] for n, (m, at) in zip(widths, positions, strict=True)]
-        torch.cat(parts, out=out)
+    def finish(came: Sequence[Bytes]) -> None:
+        for of, ranks in zip(came, machines.ranks, strict=True):
+            for row, r in zip(of.reshape(len(ranks), -1), ranks, strict=True):
+                whole[ends[r] : ends[r + 1]] = row[: widths[r]]
 
     along, longest = None, max(widths)
     if goes_along(machines.most * longest, machines.count):
         lengths = [longest * len(ranks) for ranks in machines.ranks]
-        along = Along(_padded(x, longest), lengths, finish, lambda rows, _: rows)
+        along = Along(_padded(_bytes(x), longest), lengths, finish)
     return ClusterCall(_asked(request), lambda: links.rows.allgather(x, out, widths), along)
 
 
-def _padded(x: Any, nbytes: int) -> Any:
+def _padded(x: Bytes, nbytes: int) -> Bytes:
     """Bytes, followed by undefined ones up to so many."""
-    return x if x.nbytes == nbytes else torch.cat([x, x.new_empty(nbytes - x.nbytes)])
+    return x if x.size == nbytes else np.concatenate([x, np.empty(nbytes - x.size, np.uint8)])
 
 
 def _reduce_scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
-    op, width, ranks = request.op, out.nbytes, links.machines.ranks
+    op, width, machines = request.op, out.nbytes, links.machines
 
-    def part(of: Any, m: int) -> Any:
-        return of.view(links.size, width)[[*ranks[m]]]
+    def part(of: Bytes, m: int) -> Bytes:
+        return of.reshape(links.size, width)[machines.spans[m]].reshape(-1)
 
     def finish(total: Any) -> None:
         out.copy_(total.view(len(links.mine), -1)[links.machine.rank])
 
     along = None
-    if not links.fixed and goes_along(links.machines.most * width, links.machines.count):
-        lengths = [width * len(links.mine)] * len(ranks)
-        along = Along(x, lengths, finish, part, op)
+    if not links.fixed and goes_along(machines.most * width, machines.count):
+        lengths = [width * len(links.mine)] * machines.count
+        along = Along(_bytes(x), lengths, finish, part, op, x.dtype)
     body = lambda: links.rows.reduce_scatter(x.view(links.size, -1), out, op)  # noqa: E731
     return ClusterCall(_asked(request), body, along)
 
@@ -152,66 +172,97 @@ def _gather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCa
     if out is not None:
         rows = out.view(torch.uint8).view(links.size, -1)
 
-    def finish(came: Sequence[Any]) -> None:
+    def part(of: Any, m: int) -> Bytes:
+        return of.reshape(-1) if m == at else _NOTHING
+
+    def finish(came: Sequence[Bytes]) -> None:
         if rows is not None:
-            for part, ranks in zip(came, machines.ranks, strict=True):
-                rows[[*ranks]] = part.view(len(ranks), -1)
+            every = rows.numpy()
+            for of, ranks, span in zip(came, machines.ranks, machines.spans, strict=True):
+                every[span] = of.reshape(len(ranks), -1)
 
     along = None
     if goes_along(machines.most * x.nbytes, machines.count):
         lengths = [x.nbytes * len(ranks) * (links.index == at) for ranks in machines.ranks]
-        along = Along(x, lengths, finish, lambda rows, m: rows if m == at else rows[:0])
+        along = Along(_bytes(x), lengths, finish, part)
     body = lambda: links.rows.gather(x, rows, root)  # noqa: E731
     return ClusterCall(_asked(request), body, along, target=at)
 
 
 def _scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
-    root, ranks, out = _root(request), links.machines.ranks, out.view(torch.uint8)
-    at, local = links.machines.position(root)
-    given = x.view(torch.uint8)  # of the root only
+    root, machines, out = _root(request), links.machines, out.view(torch.uint8)
+    at, local = machines.position(root)
+    given, mine = x.view(torch.uint8), _bytes(out)  # given: of the root only
 
-    def part(rows: Any, m: int) -> Any:
-        return rows[local].view(links.size, -1)[[*ranks[m]]] if links.index == at else rows[:0]
+    def part(rows: Any, m: int) -> Bytes:
+        if links.index != at:
+            return _NOTHING
+        found: Bytes = rows[local].reshape(links.size, -1)[machines.spans[m]].reshape(-1)
+        return found
 
-    def finish(came: Sequence[Any]) -> None:
-        out.copy_(came[at].view(-1, out.nbytes)[links.machine.rank])
+    def finish(came: Sequence[Bytes]) -> None:
+        mine[:] = came[at].reshape(-1, mine.size)[links.machine.rank]
 
     def body() -> None:
         links.rows.scatter(given.view(links.size, -1) if links.rank == root else None, out, root)
 
     along = None
-    if goes_along(links.machines.most * out.nbytes, links.machines.count):
+    if goes_along(machines.most * out.nbytes, machines.count):
+        sent = _bytes(given)
         if links.index == at and links.rank != root:  # its machine gathers as much of each rank
-            given = out.new_empty(links.size * out.nbytes)
-        lengths = [out.nbytes * len(links.mine) * (m == at) for m in range(len(ranks))]
-        along = Along(given, lengths, finish, part)
+            sent = links.scratch(links.size * out.nbytes)
+        lengths = [out.nbytes * len(links.mine) * (m == at) for m in range(machines.count)]
+        along = Along(sent, lengths, finish, part)
     return ClusterCall(_asked(request), body, along, source=at)
 
 
 def _alltoall(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
-    x, out = x.view(torch.uint8), out.view(torch.uint8)
+    x, out, rank = x.view(torch.uint8), out.view(torch.uint8), links.rank
     ranks, mine = links.machines.ranks, links.mine
     sizes: Any = request.sizes or [[x.nbytes // links.size] * links.size] * links.size
+    body = lambda: links.rows.alltoall(x, out, sizes)  # noqa: E731
+    longest = max(map(sum, sizes))
+    if not _exchanges_along(links.machines, sizes, request.sizes is None, longest):
+        return ClusterCall(_asked(request), body)
+    sent = [[0, *accumulate(sizes[source])] for source in mine]
+    got = [0, *accumulate(of[rank] for of in sizes)]
+    moves, lengths = [], []  # (machine, where in its bytes, rank of whom)
+    for m, sources in enumerate(ranks):
+        start = 0
+        for source in sources:
+            each = [sizes[source][to] for to in mine]
+            moves.append((m, start + sum(each[: links.machine.rank]), source))
+            start += sum(each)
+        lengths.append(start)
+    whole = _bytes(out)
 
-    def part(rows: Any, m: int) -> Any:
-        parts: list[Any] = []
-        for row, source in zip(rows, mine, strict=True):
-            each = row[: sum(sizes[source])].split([*sizes[source]])
-            parts += [each[to] for to in ranks[m]]
-        return torch.cat(parts)
+    def part(rows: Any, m: int) -> Bytes:
+        each = [
+            row[ends[to] : ends[to + 1]]
+            for row, ends in zip(rows, sent, strict=True) for to in ranks[m]
+        ]  # fmt: skip
+        return each[0] if len(each) == 1 else np.concatenate(each)
 
-    def finish(came: Sequence[Any]) -> None:
-        parts: dict[int, Any] = {}
-        for sources, of in zip(ranks, came, strict=True):
-            each = of.split([sizes[s][to] for s in sources for to in mine])
-            parts |= dict(zip(sources, each[links.machine.rank :: len(mine)], strict=True))
-        torch.cat([parts[s] for s in range(links.size)], out=out)
+    def finish(came: Sequence[Bytes]) -> None:
+        for m, start, source in moves:
+            to = whole[got[source] : got[source + 1]]
+            to[:] = came[m][start : start + to.size]
 
-    along, longest = None, max(map(sum, sizes))
-    if goes_along(links.machines.most * longest, links.machines.count):
-        lengths = [sum(sizes[s][to] for s in of for to in mine) for of in ranks]
-        along = Along(_padded(x, longest), lengths, finish, part)
-    return ClusterCall(_asked(request), lambda: links.rows.alltoall(x, out, sizes), along)
+    along = Along(_padded(_bytes(x), longest), lengths, finish, part)
+    return ClusterCall(_asked(request), body, along)
+
+
+def _exchanges_along(machines: Machines, sizes: Any, even: bool, longest: int) -> bool:
+    """Whether an all-to-all goes along: by the most bytes that a machine sends to another one."""
+    if machines.most * longest > MOST:  # what its first rank gathers
+        return False
+    frame = machines.most**2 * sizes[0][0]
+    if not even:
+        frame = max(
+            sum(sizes[source][to] for source in ranks for to in others)
+            for ranks in machines.ranks for others in machines.ranks
+        )  # fmt: skip
+    return goes_along(frame, machines.count)
 
 
 _KINDS: dict[str, Callable[[Connections, Request, Any, Any], ClusterCall]] = {

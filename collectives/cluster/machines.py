@@ -35,6 +35,14 @@ class Machines:
         """The most ranks of one machine."""
         return max(map(len, self.ranks))
 
+    @cached_property
+    def spans(self) -> tuple[slice | list[int], ...]:
+        """The ranks of each machine, to index rows with."""
+        return tuple(
+            slice(ranks[0], ranks[-1] + 1) if ranks[-1] - ranks[0] < len(ranks) else [*ranks]
+            for ranks in self.ranks
+        )
+
     def position(self, rank: int) -> tuple[int, int]:
         """(machine, local rank)."""
         return self._positions[rank]

@@ -83,6 +83,38 @@ class Pieces:
         most = QUEUED if final else _ALONE if alone else PIECE
         self._run(x, begin, across, most, final)
 
+    def reduce(self, x: Any, out: Any, op: str, root: int) -> None:
+        """Combine the flat `x` over all ranks to `out`, which may be `x`, on `root`; None
+        elsewhere."""
+        at, local = self._machines.position(root)
+
+        def piece(first: int, part: Any) -> Iterator[None]:
+            rows = in_rows(part, self._machines.columns)
+            mine = self._own(rows, undivided(op))
+            work = self._across.reduce(mine, op, at) if self._across else None
+            yield
+            if work:
+                work.wait()
+            if self._index == at:
+                got = self._machine.gather(mine, local)
+                if out is not None:
+                    if op == "avg":
+                        got.div_(self._machines.size)
+                    put_back(got[: len(rows)], out[first : first + part.numel()])
+
+        self._cut(x, PIECE, piece)
+
+    def _own(self, rows: Any, op: str) -> Any:
+        """This rank's slice, combined over its machine; undefined if it has none."""
+        if self._equal:
+            return self._machine.reduce_scatter(rows, op).view(-1)
+        mine = rows.new_empty(rows.shape[1])
+        for s, row in enumerate(rows):
+            self._machine.reduce(total := row.clone(), op, s)
+            if s == self._machine.rank:
+                mine = total
+        return mine
+
     def broadcast(self, x: Any, root: int) -> None:
         """Copy the flat `x` of `root` to all ranks."""
         at, local = self._machines.position(root)
@@ -114,6 +146,10 @@ class Pieces:
             if final:
                 final(first + part.numel())
 
+        self._cut(x, most, piece)
+
+    def _cut(self, x: Any, most: int, piece: Callable[[int, Any], Iterator[None]]) -> None:
+        """Carry out pieces of the flat `x` of `most` bytes, each told where it begins."""
         unit = _ALIGN * self._machines.columns
         step = max(unit, most // x.element_size() // unit * unit)
         pipelined(piece(i, x[i : i + step]) for i in range(0, x.numel(), step))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from linkweave.collectives.cluster.call import ClusterCall
+from linkweave.collectives.cluster.call import Bytes, ClusterCall
 from linkweave.collectives.cluster.cluster_map import ALONG
 from linkweave.collectives.cluster.gloo import gloo_group, timed_out
 
@@ -138,8 +138,14 @@ class RollCall:
         self._machine, self._names, self._timeout = machine, names, timeout
         self._others = [m for m in range(len(names)) if m != machine]
         self._gloo: Any = gloo_group(store, machine, len(names), timeout)
-        self._frames = torch.zeros((len(names), _HEAD + ALONG), dtype=torch.uint8)  # received
-        self._heads = self._frames.numpy()[:, :_HEAD].view(np.int64)  # (word, what) of each
+        # A frame is received while the one before it is in use.
+        frames = torch.zeros((2, len(names), _HEAD + ALONG), dtype=torch.uint8)
+        self._frames = [half.unbind() for half in frames]
+        self._bytes = frames.numpy()[:, :, _HEAD:]
+        self._heads = frames.numpy()[:, :, :_HEAD].view(np.int64)  # (word, what) of each
+        self._turn = [0] * len(names)  # which of a machine's frames has come last
+        # Begun before a machine sends, a receive takes one message: gloo asks the receiver first.
+        self._begun = {m: self._begin(m) for m in self._others}
         self._notices: dict[int, Notice] = {}  # that have come instead of a call
         self._lost: dict[int, Lost] = {}
         self._open: deque[str] = deque(maxlen=_TEXTS)  # the last calls that not all have compared
@@ -151,8 +157,8 @@ class RollCall:
         self._reminds = threading.Lock()
 
     def compare(
-        self, call: ClusterCall, parts: Sequence[Any] = (), lengths: Sequence[int] = ()
-    ) -> list[Any] | None:
+        self, call: ClusterCall, parts: Sequence[Bytes] = (), lengths: Sequence[int] = ()
+    ) -> list[Bytes] | None:
         """What the machines that this one hears from have sent along, of these lengths in bytes;
         `parts` go to the machines. None if one of them does not make this call, or did not make
         an earlier one: then `explain` must follow. None also if one has been lost."""
@@ -176,14 +182,14 @@ class RollCall:
             self._silent = ()
         if not self._failed:
             self._settle(deadline, _AHEAD * len(self._others) if call.one_way else 0)
-        if self._lost or self._notices or any(self._heads[m, 0] != word for m in of):
+        if self._lost or self._notices or any(self._head(m)[0] != word for m in of):
             self._words.pop()
             return None
         if call.one_way:
             self._open.appendleft(call.asked)
         else:
             self._all_compared()
-        came = [self._frames[m, _HEAD : _HEAD + n] for m, n in enumerate(lengths)]
+        came = [self._bytes[self._turn[m], m, :n] for m, n in enumerate(lengths)]
         if parts:
             came[me] = parts[me]
         return came
@@ -273,37 +279,42 @@ class RollCall:
             except RuntimeError as error:
                 self._lose(m, error)
 
+    def _begin(self, m: int) -> Any:
+        """Begin to receive a machine's next frame. Raises RuntimeError."""
+        return self._gloo.recv([self._frames[1 - self._turn[m]][m]], m, 0)
+
+    def _head(self, m: int) -> Any:
+        """The word of a machine's last frame, and what the frame is."""
+        return self._heads[self._turn[m], m]
+
     def _receive(self, sources: Sequence[int], deadline: float) -> None:
         """Receive a frame from each of the machines, but no reminder of a call that this one has
         made."""
-        left = list(sources)
+        left = deque(sources)
         while left:
-            works = []
-            for m in left:
-                try:
-                    works.append((m, self._gloo.recv([self._frames[m]], m, 0)))
-                except RuntimeError as error:
-                    self._lose(m, error)
-            left = []
-            for m, work in works:
-                self._end(m, work, deadline)
-                word, what = self._heads[m].tolist()
-                if m not in self._lost and what == _WAITS and word in self._words:
-                    left.append(m)
-                elif m not in self._lost and what == _NOTES:
-                    body = self._frames[m, _HEAD : _HEAD + NOTICE].numpy().tobytes()
-                    self._notices[m] = Notice.unpack(body)
+            m = left.popleft()
+            try:
+                _end(self._begun.pop(m, None) or self._begin(m), deadline)
+            except RuntimeError as error:
+                self._lose(m, error)
+                continue
+            self._turn[m] = 1 - self._turn[m]
+            with suppress(RuntimeError):  # if it has left, the next call will learn of it
+                self._begun[m] = self._begin(m)
+            word, what = self._head(m).tolist()
+            if what == _WAITS and word in self._words:
+                left.append(m)
+            elif what == _NOTES:
+                self._notices[m] = Notice.unpack(self._bytes[self._turn[m], m, :NOTICE].tobytes())
 
     def _settle(self, deadline: float, most: int = 0) -> None:
         """Wait until at most so many messages are under way."""
         while len(self._under_way) > most:
-            self._end(*self._under_way.popleft(), deadline)
-
-    def _end(self, m: int, work: Any, deadline: float) -> None:
-        try:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError as error:
-            self._lose(m, error)
+            m, work = self._under_way.popleft()
+            try:
+                _end(work, deadline)
+            except RuntimeError as error:
+                self._lose(m, error)
 
     def _deadline(self, seconds: float) -> float:
         self._since = time.monotonic()
@@ -320,14 +331,18 @@ class RollCall:
     def close(self) -> None:
         self._under_way.clear()
         self._reminders.clear()
+        self._begun.clear()
         self._gloo = None
 
 
-def _frame(word: int, what: int, part: Any) -> Any:
-    head = torch.tensor([word, what]).view(torch.uint8)
-    return head if part is None else torch.cat([head, part])
+def _end(work: Any, deadline: float) -> None:
+    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+
+def _frame(word: int, what: int, part: Bytes | None) -> Any:
+    head = np.array((word, what)).view(np.uint8)
+    return torch.from_numpy(head if part is None else np.concatenate((head, part)))
 
 
 def _note(mine: Notice) -> Any:
-    data = torch.frombuffer(bytearray(mine.pack().ljust(NOTICE)), dtype=torch.uint8)
-    return _frame(0, _NOTES, data)
+    return _frame(0, _NOTES, np.frombuffer(mine.pack().ljust(NOTICE), np.uint8))

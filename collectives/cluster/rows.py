@@ -9,6 +9,7 @@ those of another.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,20 +172,24 @@ class Rows:
 
     def alltoall(self, x: Any, out: Any, counts: Sequence[Sequence[int]]) -> None:
         """Send parts of the flat `x` to each rank: `counts[src][dst]` elements from rank `src` to
-        rank `dst`. In step s each machine sends to the s-th after it, in two steps at once."""
+        rank `dst`. In step s each machine sends to the s-th after it; long messages in two steps at
+        once."""
         if x.data_ptr() == out.data_ptr():
             x = x.clone()
         given = x.split([*counts[self._rank]])
         got = out.split([of[self._rank] for of in counts])
-        before: list[Any] = []
+        most = 2 if x.nbytes > PIECE else self._count
+        under_way: deque[list[Any]] = deque()
         for s in range(1, self._count):
             moves = [self._send(given[r], r) for r in self._ranks[self._at(s)]]
             moves += [self._recv(got[r], r) for r in self._ranks[self._at(-s)]]
+            under_way.append(moves)
             if s == 1:
                 self._inside(given, got, counts)
-            _wait(before)
-            before = moves
-        _wait(before)
+            if len(under_way) > most - 1:
+                _wait(under_way.popleft())
+        for moves in under_way:
+            _wait(moves)
 
     def _inside(
         self, given: Sequence[Any], got: Sequence[Any], counts: Sequence[Sequence[int]]

@@ -105,6 +105,28 @@ def movements(comm: ClusterCommunicator) -> None:
             assert (x == np.arange(5) + source).all()
 
 
+def least_and_greatest(comm: ClusterCommunicator) -> None:
+    """Of floats, in messages that gloo combines: all magnitudes, both zeros, infinities, NaN."""
+    n, infinity = 200_003, float("inf")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+
+        def given(rank: int, kind: torch.dtype = dtype) -> Any:
+            x = torch.randn(n, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+            x = (x.sign() * 10.0 ** (8 * x)).to(kind)
+            x[:6] = torch.tensor([0.0, -0.0, infinity, -infinity, rank, -rank])
+            x[6 + rank] = -float("nan") if rank % 2 else float("nan")
+            return x
+
+        every = torch.stack([given(rank) for rank in range(comm.size)])
+        for op, want in (("min", every.amin(0)), ("max", every.amax(0))):
+            assert want[6 : 6 + comm.size].isnan().all()
+            comm.allreduce(x := given(comm.rank), op)
+            assert torch.equal(x.nan_to_num(3.5), want.nan_to_num(3.5)), (dtype, op)
+            comm.reduce(given(comm.rank), op, 1, out=(x := torch.zeros(n, dtype=dtype)))
+            if comm.rank == 1:
+                assert torch.equal(x.nan_to_num(3.5), want.nan_to_num(3.5)), (dtype, op)
+
+
 def others(comm: ClusterCommunicator) -> None:
     """Ops, 16-bit floats, NaN, lists, asynchronous calls, strides, parts."""
     size, rank = comm.size, comm.rank
@@ -206,6 +228,55 @@ def test_collectives(sizes: tuple[int, ...]) -> None:
 
 def test_allreduces_that_are_not_compared_and_ranks_dealt_to_machines_in_turn() -> None:
     assert on_machines((2, 2), everything, False, dealt=True) == [None] * 4
+
+
+def test_the_least_and_the_greatest() -> None:
+    assert on_machines((1, 2), least_and_greatest) == [None] * 3
+
+
+def again(comm: ClusterCommunicator) -> None:
+    """Calls of the same tensors with new values, which are remembered by their addresses."""
+    size, rank, n = comm.size, comm.rank, 30
+    x, part = torch.zeros(size, n), torch.zeros(n)
+    out, mine = torch.zeros(size, n), torch.zeros(n)
+    held = weakref.ref(x)
+    for step in range(4):
+        if step == 3:
+            size_before = len(comm._calls._known)
+        rows = [torch.arange(size * n).view(size, n) * 1.0 + 1000 * r + step for r in range(size)]
+        x.copy_(rows[rank])
+        comm.alltoall(x, out)
+        assert torch.equal(out, torch.stack([row[rank] for row in rows]))
+        comm.reduce_scatter(x, out=mine.view(1, n))
+        assert torch.equal(mine, sum(row[rank] for row in rows))  # type: ignore[arg-type]
+        comm.scatter(x if rank == 1 else None, 1, out=mine.view(1, n))
+        assert torch.equal(mine, rows[1][rank])
+        part.copy_(rows[rank][0])
+        comm.allgather(part, out=out)
+        assert torch.equal(out, torch.stack([row[0] for row in rows]))
+        out.zero_()
+        comm.gather(part, 1, out=out if rank == 1 else None)
+        assert torch.equal(out, torch.stack([row[0] for row in rows]) * (rank == 1))
+        comm.broadcast(part, 1)
+        assert torch.equal(part, rows[1][0])
+        comm.reduce(x, "max", 1, out=out)
+        assert rank != 1 or torch.equal(out, torch.stack(rows).amax(0))
+        comm.allreduce(x)
+        assert torch.equal(x, sum(rows))  # type: ignore[arg-type]
+        with pytest.raises(CollectiveError):  # a refusal between them
+            comm.allreduce(x[rank:], "max")
+    assert len(comm._calls._known) == size_before > 0
+    os.environ["LINKWEAVE_ALGORITHM"] = "ring"
+    with pytest.raises(CollectiveError, match="LINKWEAVE_ALGORITHM=ring on several machines"):
+        comm.allreduce(x)
+    del os.environ["LINKWEAVE_ALGORITHM"]
+    del x, rows
+    assert held() is None
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1)])
+def test_calls_that_are_made_again(sizes: tuple[int, ...]) -> None:
+    assert on_machines(sizes, again) == [None] * sum(sizes)
 
 
 def in_order(comm: ClusterCommunicator) -> None:

@@ -205,3 +205,54 @@ def test_faults_in_a_loop() -> None:
 @pytest.mark.timeout(1500)
 def test_200_faults_in_a_loop() -> None:
     loop(200)
+
+
+FOUR = (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "raises"])
+def test_one_of_four_machines_fails(who: int, how: str) -> None:
+    found = on_machines(FOUR, lose, who, how, timeout=1.0, lost=[who])
+    for rank in {0, 1, 2, 3} - {who}:
+        kind, word = "CollectiveAborted", "closed its connection"
+        if how == "SIGSTOP":
+            kind, word = "CollectiveTimeout", "not answered"
+        assert seconds(found[rank]) < 10 and kind in found[rank], found
+        assert f"host{who} (rank {who}) has {word}" in found[rank], found
+        assert all(f"host{r} (rank {r}) has not" not in found[rank] for r in {1, 3}), found
+
+
+def other_calls(comm: ClusterCommunicator, who: int, what: str) -> str:
+    """Rank `who` makes another call than the others."""
+    x = np.ones(MEBI)
+    calls = {
+        "barrier": lambda: comm.barrier() if comm.rank == who else comm.allreduce(x),
+        "short": lambda: comm.allgather(x[:9]) if comm.rank == who else comm.allgather(x),
+        "refused": lambda: comm.allreduce("x" if comm.rank == who else x),
+        "one way": lambda: comm.barrier() if comm.rank == who else comm.broadcast(x[:9], who),
+    }
+    said = first_error(calls[what])
+    if what != "one way":
+        comm.allreduce(x := np.ones(MEBI))
+        assert (x == comm.size).all()
+    return said
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("what", ["barrier", "short", "refused", "one way"])
+def test_one_of_four_machines_makes_another_call(who: int, what: str) -> None:
+    found = on_machines(FOUR, other_calls, who, what, timeout=4.0)
+    calls = {
+        "barrier": ("barrier", "allreduce(1048576 x float64, sum)"),
+        "short": ("allgather(36 x float64)", "allgather(4194304 x float64)"),
+        "one way": ("barrier", f"broadcast(9 x float64, root {who})"),
+    }
+    for said in found:
+        assert seconds(said) < 3, found
+        if what == "refused":
+            assert "not builtins.str" in said, found
+        else:
+            own, others = calls[what]
+            assert f"host{who} (rank {who}): {own}" in said, found
+            assert f"host3 (rank 3): {others}" in said, found
