@@ -265,6 +265,8 @@ def again(comm: ClusterCommunicator) -> None:
         assert torch.equal(x, sum(rows))  # type: ignore[arg-type]
         with pytest.raises(CollectiveError):  # a refusal between them
             comm.allreduce(x[rank:], "max")
+        with pytest.raises(CollectiveError, match="unknown op"):
+            comm.allreduce(x, ["sum"] if rank == 1 else "sum")  # type: ignore[arg-type]
     assert len(comm._calls._known) == size_before > 0
     os.environ["LINKWEAVE_ALGORITHM"] = "ring"
     with pytest.raises(CollectiveError, match="LINKWEAVE_ALGORITHM=ring on several machines"):
