@@ -100,7 +100,7 @@ def _figure(topology: Topology, plan: PlanLike | None, part: int | None, everyth
             "drawn"
         )
     if part_of:
-        title += f"\nnode 0 of {len(nodes)}, and the network that joins them"
+        title += f"\nnode 0 of {len(nodes)}, and the switches that its NICs reach"
         layout, links = lay_out_node(shown, links)
     else:
         layout = lay_out(topology, links, arcs=plan is not None)

@@ -104,8 +104,14 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("ms from the start of the backward pass")
     figure.suptitle(charts[0].case, fontsize=11)
+    from matplotlib.ticker import MaxNLocator
+
     bar = figure.colorbar(
-        matplotlib.cm.ScalarMappable(scale, colours), ax=list(axes[:, 0]), fraction=0.02, pad=0.01
+        matplotlib.cm.ScalarMappable(scale, colours),
+        ax=list(axes[:, 0]),
+        fraction=0.02,
+        pad=0.01,
+        ticks=MaxNLocator(integer=True),
     )
     bar.set_label("layer, first to last", fontsize=8)
     figure.savefig(path, dpi=110)

@@ -117,7 +117,8 @@ def table(
 
 _machines = f"{', '.join(NAMES)}, '4 x NAME', a file, or auto (this machine)"
 OptionalMachine = Annotated[
-    str | None, typer.Argument(metavar="[MACHINE]", help="The same as --topology.")
+    str | None,
+    typer.Argument(metavar="[MACHINE]", help="The machine, as --topology; default: this one."),
 ]
 MachineArgument = Annotated[str, typer.Argument(metavar="MACHINE", help=f"One of {_machines}.")]
 TopologyOption = Annotated[
@@ -140,7 +141,9 @@ AlgorithmOption = Annotated[
 CollectiveOption = Annotated[
     str, typer.Option("--collective", "-c", help=f"One of {', '.join(PUBLIC)}.")
 ]
-RootOption = Annotated[int, typer.Option(help="The root of a broadcast or a reduce.")]
+RootOption = Annotated[
+    int, typer.Option(help="The root of a broadcast, reduce, gather or scatter.")
+]
 ChunksOption = Annotated[
     int | None,
     typer.Option("--chunks", "-k", help="Chunks over all trees; default: the model's choice."),

@@ -196,7 +196,7 @@ class ClusterCalls:
             self._one_way = 0  # ranks that refused this call have not counted it
         except Exception as error:
             self._let_go(error, outer)
-            raise self._end(self._told(call.asked, error)) from error
+            raise self._end(self._told(call.asked, error, mine is not None)) from error
         except BaseException as error:  # an interrupt: no rank must wait for this one
             self.ended = f"{call.asked} was interrupted"
             self._let_go(error, outer)
@@ -276,13 +276,15 @@ class ClusterCalls:
             each = zip(self.machines.ranks[self.links.index], rows, strict=True)
             words = "; ".join(f"rank {rank}: {row.asked}" for rank, row in each)
             refused = f"the ranks' calls differ: {words}"
-        return replace(mine, refused=refused, failed=failed, late=late)
+        seen = mine.witnessed or any(row.witnessed for row in rows)
+        return replace(mine, refused=refused, failed=failed, witnessed=seen, late=late)
 
-    def _told(self, asked: str, error: Exception) -> Notice:
-        """Tell all ranks that this one has failed. Returns what is then known of the cause."""
+    def _told(self, asked: str, error: Exception, own: bool) -> Notice:
+        """Tell all ranks that this one has failed, by its `own` fault or because of others. Returns
+        what is then known of the cause."""
         machine = self.machine.calls
         late = isinstance(error, CollectiveTimeout) or timed_out(error)
-        mine = Notice(asked, failed=str(error) or repr(error), late=late)
+        mine = Notice(asked, failed=str(error) or repr(error), witnessed=own, late=late)
         self.links.disconnect()  # so that nobody on other machines waits for this rank
         known = isinstance(error, CollectiveError)  # by this machine's ranks
         if known:

@@ -261,7 +261,10 @@ class RollCall:
         """The outcome of all machines' notices, each of which comes after the calls that its
         machine has made."""
         deadline, note = self._deadline(timeout), _note(mine)
-        self._send([(m, note) for m in self._others if m not in self._lost])
+        reached = [m for m in self._others if m not in self._lost]
+        self._send([(m, note) for m in reached])
+        for m in reached:  # one that has left since may have sent its notice before
+            self._lost.pop(m, None)
         while left := [m for m in self._others if m not in self._notices | self._lost]:
             self._receive(left, deadline)
             if time.monotonic() > deadline:  # they send, but no notice

@@ -11,7 +11,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.clock import Clock, clock_of
 from linkweave.collectives.overlap.profile import Layer, Profile
 from linkweave.collectives.overlap.units import Recorder, Unit, units_of
-from linkweave.topology.checks import integer
+from linkweave.topology.checks import integer, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,15 +31,18 @@ def measure(
     name: of the profile; by default that of the model's class.
 
     The layers are the units of `DataParallel`, which a schedule for this profile can therefore be
-    passed to. Nothing is averaged between ranks, and no parameter changes; gradients are cleared,
-    and buffers are what they were before. The backward pass counts from the end of the forward
-    pass, so that its first layer contains the loss. Save the profile with
-    `Path(...).write_text(profile.to_json())` for `linkweave schedule --profile`.
-    Raises CollectiveError if no parameter requires a gradient.
+    passed to. A rank of `spawn` has one thread of torch: set as many here. Nothing is averaged
+    between ranks, and no parameter changes; gradients are cleared, and buffers are what they were
+    before. The backward pass counts from the end of the forward pass, so that its first layer
+    contains the loss. Save the profile with `Path(...).write_text(profile.to_json())` for
+    `linkweave schedule --profile`.
+    Raises CollectiveError if no parameter requires a gradient, or if `batch` is no pair.
     """
     import torch
 
     integer(steps, "steps", 1)
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise CollectiveError(f"batch must be a pair of inputs and targets, not {shown(batch)}")
     inputs, targets = batch
     buffers = {key: value.clone() for key, value in model.named_buffers()}
     with Recorder(model) as recorder:

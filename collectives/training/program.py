@@ -11,6 +11,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Communication, Piece, Schedule
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.training.gradient_buffers import Slot
+from linkweave.topology.text import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class Program:
     def __str__(self) -> str:
         when = "and the next forward pass" if self.chained else "only"
         many = sum(op.kind != ALL_GATHER for op in self.ops)
-        lines = [f"{self.policy}: {many} all-reduces beside the backward pass {when}"]
+        lines = [f"{self.policy}: {counted(many, 'all-reduce')} beside the backward pass {when}"]
         for number, op in enumerate(self.ops):
             after = f" after {', '.join(map(str, op.after))}" if op.after else ""
             how = f"  {op.kind}" if op.kind != ALL_REDUCE else "  streamed" * op.streamed

@@ -25,6 +25,7 @@ from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.program import Program, program_of
 from linkweave.collectives.training.step_record import StepRecord
 from linkweave.collectives.training.transport import Transport, parted
+from linkweave.topology.text import counted
 
 log = logging.getLogger("linkweave")
 
@@ -128,11 +129,12 @@ class Tuner:
         ddp = plan(profile, network, "ddp").predicted_seconds
         mine = next((seconds for one, seconds in self._tried if one is best), None)
         theirs = next((seconds for one, seconds in self._tried if one.policy == "ddp"), None)
-        measured = f", measured {theirs / mine:.2f}" if mine and theirs else ""
+        measured = f", {theirs / mine:.2f} times by measurement" if mine and theirs else ""
         log.info(
-            "auto keeps %s%s, %d all-reduces: %.4g s a step predicted, %.2f times as fast as DDP's "
-            "buckets%s", best.policy, ", chained" * best.chained, len(best.communications),
-            best.predicted_seconds, ddp / best.predicted_seconds, measured,
+            "auto keeps %s%s, %s: %.4g s a step predicted; DDP's buckets take %.2f times as long "
+            "by prediction%s", best.policy, ", chained" * best.chained,
+            counted(len(best.communications), "all-reduce"), best.predicted_seconds,
+            ddp / best.predicted_seconds, measured,
         )  # fmt: skip
         if not (self._chains or self._engine.exchange.whole or self._engine.fault_of_chaining()):
             saved = (
@@ -143,7 +145,7 @@ class Tuner:
                 log.info(
                     "chained=True would let steps go on beside the next forward pass: it is "
                     "predicted to save %.3g s of a step, if nothing but the model's own modules "
-                    "reads parameters between step() and then", saved,
+                    "reads parameters between step() and that pass", saved,
                 )  # fmt: skip
 
     def _steps(self, count: int, first: int) -> Steps:
@@ -173,9 +175,9 @@ class Tuner:
         if self._engine.transport.rank == 0:
             for one, seconds in self._tried:
                 log.info(
-                    "auto tried %s%s, %d all-reduces: %.4g s a step, predicted %.4g", one.policy,
-                    ", chained" * one.chained, len(one.communications), seconds,
-                    one.predicted_seconds,
+                    "auto tried %s%s, %s: %.4g s a step, predicted %.4g", one.policy,
+                    ", chained" * one.chained, counted(len(one.communications), "all-reduce"),
+                    seconds, one.predicted_seconds,
                 )  # fmt: skip
         return tried[left[0]]
 

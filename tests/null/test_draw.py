@@ -197,7 +197,7 @@ def test_a_large_cluster_is_a_node_with_what_joins_it_to_the_others(
     topology = load(name)
     said = texts(svg(tmp_path, topology))
     nodes = len(topology.gpus) // 8
-    assert f"node 0 of {nodes}, and the network that joins them" in said
+    assert f"node 0 of {nodes}, and the switches that its NICs reach" in said
     assert {str(gpu) for gpu in range(8)} <= {*said} and "8" not in said
     near = {v for k in topology.links if str(k.src).startswith("node0.nic") for v in (k.src, k.dst)}
     names = {str(v).removeprefix("node0.") for v in near if isinstance(v, str)}
