@@ -110,7 +110,7 @@ def _figure(topology: Topology, plan: PlanLike | None, part: int | None, everyth
     picture = _Picture(figure.add_axes((0, 0, 1, 1)), topology, links, layout)
     picture.links(faint=plan is not None)
     drawn = parts if part is None else parts[part - 1 : part]
-    if len(drawn) > len(_PARTS):
+    if not _apart(drawn):
         picture.shares(drawn)
     elif plan is not None:
         picture.parts(drawn)
@@ -136,7 +136,13 @@ def _what(parts: Sequence[Part], part: int | None) -> str:
     else:
         kind = parts[0].name.split()[0] if parts else "part"
         text = f"all {len(parts)} {kind}s" if len(parts) != 1 else parts[0].name
-    return text + ", arrows from child to parent" * any(p.root is not None for p in parts)
+    arrows = any(p.root is not None for p in parts) and (part is not None or _apart(parts))
+    return text + ", arrows from child to parent" * arrows
+
+
+def _apart(parts: Sequence[Part]) -> bool:
+    """Whether each part has a colour of its own; of more, links are shown by their use."""
+    return len(parts) <= len(_PARTS)
 
 
 class _Picture:

@@ -328,8 +328,8 @@ def test_a_hang_names_who_waits_for_whom() -> None:
     with pytest.raises(PlanError) as told:
         verify(by_hand(connections, {(r, 0): [body[r]] for r in body}), load("mesh-2"))
     assert str(told.value) == (
-        "the plan hangs: rank 0 channel 0 step 0 waits for a data of chunk 0 from rank 1; "
-        "rank 1 channel 0 step 0 waits for a data of chunk 0 from rank 0"
+        "the plan hangs: rank 0 channel 0 step 0 waits for data of chunk 0 from rank 1; "
+        "rank 1 channel 0 step 0 waits for data of chunk 0 from rank 0"
     )
     around = [hop(r, 0, (r + 1) % 6) for r in range(6)]  # each waits for the one before it
     plan = by_hand(around, {(r, 0): [receive(REDUCE, (r - 1) % 6)] for r in range(6)})
