@@ -108,7 +108,7 @@ def with_nics(topology: Topology, more: int) -> Topology:
         else link
         for link in topology.links
     ]
-    return _named(topology, links, f"with {more} more NIC{'s'[: more > 1]} beside each")
+    return _named(topology, links, f"with {counted(more, 'more NIC')} beside each")
 
 
 def _named(topology: Topology, links: Iterable[Link], words: str) -> Topology:

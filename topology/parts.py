@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.routes import groups
+from linkweave.topology.text import ranks
 from linkweave.topology.topology import Topology
 
 Arrow = tuple[int, ...]
@@ -56,9 +57,7 @@ def parts_of(plan: PlanLike, topology: Topology) -> list[Part]:
     the topology have different numbers of ranks.
     """
     if plan.size != len(topology.gpus):
-        raise TopologyError(
-            f"{topology.name} has {len(topology.gpus)} GPUs; the plan is for {plan.size}"
-        )
+        raise TopologyError(f"{topology.name} has {ranks(topology)}; the plan is for {plan.size}")
     moves = _moves(plan, topology.gpus)
     channels: dict[int, list[_Move]] = {}
     for move in moves:

@@ -40,9 +40,9 @@ def number(n: int) -> str:
     return _NUMBERS[n] if n < len(_NUMBERS) else str(n)
 
 
-def counted(n: int, noun: str, more: str = "s") -> str:
-    """ "1 channel", "2 channels"; `more` makes the plural."""
-    return f"{n} {noun}{more[: len(more) * (n != 1)]}"
+def counted(n: int, noun: str) -> str:
+    """ "1 channel", "2 channels"."""
+    return f"{n} {noun}{'s'[: n != 1]}"
 
 
 def gpu_list(gpus: Sequence[int]) -> str:

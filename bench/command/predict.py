@@ -18,7 +18,7 @@ from linkweave.collectives.overlap import Network, Profile, Schedule
 from linkweave.topology import Topology
 from linkweave.topology.checks import integer, number
 from linkweave.topology.speeds import compute_capability
-from linkweave.topology.text import counted
+from linkweave.topology.text import ranks
 
 PEAKS = {
     60: (10.6, "P100", "FP32"), 70: (15.7, "V100", "FP32"), 80: (156.0, "A100", "TF32"),
@@ -138,21 +138,22 @@ def predict(
             f"an all-reduce of all {work.profile.nbytes / 1e6:.1f} MB takes {whole * 1e3:.2f} ms, "
             f"{work.profile.nbytes / whole / 1e9:.1f} GB/s"
         )
-    words.append(speed(steps, work, len(found.gpus), found.noun))
+    words.append(speed(steps, work, found))
     schedules.tell(
         steps, "\n".join(filter(None, words)), png=png, trace=trace, as_json=as_json,
         batch=work.batch, all_reduce_seconds=whole,
     )  # fmt: skip
 
 
-def speed(found: Sequence[Schedule], work: Work, ranks: int, noun: str) -> str:
-    """The best policy's samples per second and efficiency on so many ranks, each of which is a
-    `noun`, in words; empty without a batch."""
+def speed(found: Sequence[Schedule], work: Work, machine: Topology) -> str:
+    """The best policy's samples per second and efficiency on the machine, in words; empty without a
+    batch."""
     best = min(found, key=lambda s: s.predicted_seconds)
     if work.batch is None or not best.predicted_seconds:
         return ""
-    pace = ranks * work.batch / best.predicted_seconds
+    n = len(machine.gpus)
+    pace = n * work.batch / best.predicted_seconds
     return (
-        f"{counted(ranks, noun)} train {pace:,.0f} samples/s with {best.policy}, "
-        f"{schedules.efficiency(best):.1%} of {ranks} times one {noun}"
+        f"{ranks(machine)} train {pace:,.0f} samples/s with {best.policy}, "
+        f"{schedules.efficiency(best):.1%} of {n} times one {machine.noun}"
     )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from linkweave.collectives.cluster.gloo import combined, undivided
 
 Bytes = NDArray[np.uint8]
+NOTHING: Bytes = np.empty(0, np.uint8)
 
 _LONG = 200  # characters
 

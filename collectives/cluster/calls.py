@@ -21,7 +21,7 @@ from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.host import FifoCache
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.calls.trace import CALLS, Trace, label
-from linkweave.collectives.cluster.call import Bytes, ClusterCall
+from linkweave.collectives.cluster.call import NOTHING, Bytes, ClusterCall
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import GLOO_DTYPES, timed_out
 from linkweave.collectives.cluster.kinds import call_of
@@ -40,7 +40,7 @@ and the first ranks for each other's notices once more: who knows more speaks fi
 
 _VERBS = {"allreduce_list": "allreduce", "queued": "allreduce_queue", "alltoallv": "alltoall"}
 _ALLREDUCES = "allreduce", "allreduce_queue"
-_NOTHING, _AGREED = np.empty(0, np.uint8), np.ones(1, np.uint8)
+_AGREED = np.ones(1, np.uint8)
 
 
 class ClusterCalls:
@@ -220,7 +220,7 @@ class ClusterCalls:
         else:
             call, self._one_way = replace(call, source=None, target=None), 0
         hears, alone = call.target in (None, index), self.machine.size == 1
-        given = along.given if along and call.source in (None, index) else _NOTHING
+        given = along.given if along and call.source in (None, index) else NOTHING
         rows, merged = given[np.newaxis], None
         try:
             if not alone:

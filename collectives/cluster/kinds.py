@@ -11,13 +11,11 @@ import numpy as np
 import torch
 
 from linkweave.collectives.calls.request import Request
-from linkweave.collectives.cluster.call import Along, Bytes, ClusterCall
+from linkweave.collectives.cluster.call import NOTHING, Along, Bytes, ClusterCall
 from linkweave.collectives.cluster.cluster_map import AT_ONCE, MOST, goes_along
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.planning.collective import COLLECTIVES
-
-_NOTHING = np.empty(0, np.uint8)
 
 
 def call_of(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
@@ -101,7 +99,7 @@ def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> Cluste
     given, along = _bytes(x), None
 
     def part(rows: Any, m: int) -> Bytes:
-        found: Bytes = rows[local] if links.index == at else _NOTHING
+        found: Bytes = rows[local] if links.index == at else NOTHING
         return found
 
     def finish(came: Sequence[Bytes]) -> None:
@@ -173,7 +171,7 @@ def _gather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCa
         rows = out.view(torch.uint8).view(links.size, -1)
 
     def part(of: Any, m: int) -> Bytes:
-        return of.reshape(-1) if m == at else _NOTHING
+        return of.reshape(-1) if m == at else NOTHING
 
     def finish(came: Sequence[Bytes]) -> None:
         if rows is not None:
@@ -196,7 +194,7 @@ def _scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterC
 
     def part(rows: Any, m: int) -> Bytes:
         if links.index != at:
-            return _NOTHING
+            return NOTHING
         found: Bytes = rows[local].reshape(links.size, -1)[machines.spans[m]].reshape(-1)
         return found
 

@@ -23,6 +23,7 @@ from linkweave.collectives.foreign.mscclpp import (
     letter,
 )
 from linkweave.topology import Topology
+from linkweave.topology.text import ranks
 
 PUTS = ("put", "pws", "pwsf")
 """The ops that a port channel's proxy carries out, if they are over one."""
@@ -231,7 +232,7 @@ def reducing_switch(topology: Topology, ranks: Sequence[int]) -> str:
 def _check_links(plan: ExecutionPlan, topology: Topology) -> None:
     if len(plan.gpus) != len(topology.gpus):
         raise PlanError(
-            f"the plan is for {len(plan.gpus)} ranks; {topology.name} has {len(topology.gpus)} GPUs"
+            f"the plan is for {len(plan.gpus)} ranks; {topology.name} has {ranks(topology)}"
         )
     for rank, block, op in plan.ops():
         where = f"rank {rank}, thread block {block}, {op}"

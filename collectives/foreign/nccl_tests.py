@@ -21,7 +21,7 @@ from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
 from linkweave.topology.checks import shown
 from linkweave.topology.json_reader import parse_json
-from linkweave.topology.text import counted
+from linkweave.topology.text import ranks
 from linkweave.topology.timings import Timing
 
 NAMES = {
@@ -174,8 +174,8 @@ def _check_ranks(log: Log, topology: Topology, collective: str) -> None:
     if (log.ranks and log.ranks != size) or (wrong and not log.ranks):
         whose = f"of {log.ranks} ranks" if log.ranks else "not of as many ranks, by its busbw"
         raise CollectiveError(
-            f"the log is {whose}, but {topology.name} has {counted(size, topology.noun)}: name "
-            "those on which it was made"
+            f"the log is {whose}, but {topology.name} has {ranks(topology)}: name those "
+            " on which it was made"
         )
 
 

@@ -19,6 +19,7 @@ from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import ALLREDUCE, COLLECTIVES, Root, check
 from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
 from linkweave.topology import Topology, Vertex
+from linkweave.topology.text import ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +277,7 @@ def lower(algorithm: Algorithm, topology: Topology, tuning: Tuning) -> Plan:
     """
     if algorithm.size != len(topology.gpus):
         raise PlanError(
-            f"{algorithm.name} is for {algorithm.size} ranks; {topology.name} has "
-            f"{len(topology.gpus)} GPUs"
+            f"{algorithm.name} is for {algorithm.size} ranks; {topology.name} has {ranks(topology)}"
         )
     lowering = _Lowering(algorithm, topology)
     lowering.run()

@@ -10,6 +10,7 @@ from linkweave.collectives.planning.dataflow import origins, pushed, pushes, ste
 from linkweave.collectives.planning.plan import MOST_CHANNELS, Op, Plan, Step
 from linkweave.collectives.planning.walk import Visit, walk
 from linkweave.topology import Topology, load
+from linkweave.topology.text import ranks
 
 _FEW = 8  # slots
 
@@ -397,9 +398,7 @@ def check_links(plan: Plan, topology: Topology) -> None:
     """Raise PlanError unless every connection runs over existing links, and where the plan claims
     exclusive links, over links of its own."""
     if plan.size != len(topology.gpus):
-        raise PlanError(
-            f"the plan is for {plan.size} ranks; {topology.name} has {len(topology.gpus)} GPUs"
-        )
+        raise PlanError(f"the plan is for {plan.size} ranks; {topology.name} has {ranks(topology)}")
     for connection in plan.connections:
         if connection.local:
             continue
