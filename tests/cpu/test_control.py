@@ -33,6 +33,7 @@ from linkweave.collectives.runtime.cpu import header
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.control import Health, HostControl
 from linkweave.collectives.runtime.cpu.mapping import Mapping
+from linkweave.collectives.runtime.diagnose import DIED, RAISED
 from linkweave.kernels.plan import counters as kernel
 from linkweave.topology import load
 from tests.cpu.helpers import error_of, hurry, outlive
@@ -491,5 +492,28 @@ def test_a_wait_that_ends_while_it_is_looked_at_has_not_timed_out() -> None:
     second.check(kernel.IDLE, long_ago, come, planning=60)
     with pytest.raises(CollectiveTimeout, match="about to go on"):
         second.check(kernel.IDLE, long_ago, come)
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["says why", "dies first"])
+def test_the_reason_is_that_of_the_rank_that_gives_up_first(dies: bool) -> None:
+    """A rank that comes second waits until the first one has said why, unless that has died."""
+    first, second = (HostControl(arena, 1.0, Health(arena.rank)) for arena in Arena.local(2))
+    arena = first.arena
+    assert kernel.claim(arena.base + arena.start + header.CLAIMED, 0, 1)  # by the first
+
+    def say_why() -> None:
+        time.sleep(0.05)
+        arena.abort[1:4] = 0, DIED, 1
+        kernel.raise_counter(arena.abort_address, 1, first.bells)
+
+    thread = threading.Thread(target=(lambda: None) if dies else say_why)
+    thread.start()
+    second.give_up(RAISED)
+    words = "rank 1 raised" if dies else r"rank 1 \(process \d+\) died"
+    with pytest.raises(CollectiveAborted, match=words):
+        second.raise_aborted()
+    thread.join()
     first.close()
     second.close()

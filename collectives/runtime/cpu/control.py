@@ -39,6 +39,7 @@ from linkweave.kernels.plan import counters as kernel
 
 log = logging.getLogger("linkweave")
 
+_CLAIM = 1.0  # seconds in which a rank that gives up says why; after them it may have died
 PATIENT = 30.0
 """Seconds after which a wait is told of, well before a longer deadline."""
 
@@ -314,9 +315,14 @@ class HostControl:
         who = self.rank if who is None else who
         if self.aborted():
             return
-        if kernel.claim(self.arena.base + self.arena.start + CLAIMED, 0, 1):  # only by the first
-            self.arena.abort[1:4] = who, why, who if blamed is None else blamed
-            kernel.raise_counter(self.arena.abort_address, 1, self.bells)
+        if not kernel.claim(self.arena.base + self.arena.start + CLAIMED, 0, 1):
+            until = time.monotonic() + _CLAIM  # the first one is about to say why
+            while not self.aborted() and time.monotonic() < until:
+                time.sleep(1e-4)
+            if self.aborted():
+                return
+        self.arena.abort[1:4] = who, why, who if blamed is None else blamed
+        kernel.raise_counter(self.arena.abort_address, 1, self.bells)
 
     def raise_aborted(self, where: Where | None = None) -> NoReturn:
         """Raise CollectiveAborted with the reason of the rank that gave up first."""
