@@ -30,9 +30,10 @@ from linkweave.bench.peers import (
     timed,
     wanted,
 )
-from linkweave.bench.timing import NEAR_NS, machine, round_trip_ns, schedule
+from linkweave.bench.timing import machine, schedule
 from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.planning.planner import choose, predict
+from linkweave.collectives.runtime.cpu.cores import NEAR_NS, round_trip_ns
 from linkweave.topology import Topology
 
 BUDGET_BYTES = 1 << 28  # that are moved in one round, in 2 to 20 iterations
@@ -164,7 +165,7 @@ def _rank(
 
     found: dict[str, list[list[float]]] = {}
     wrong: dict[str, int] = {}
-    states = [round_trip_ns(comm)]
+    states = [_state(comm)]
     for number in range(settings.rounds + 1):  # round 0 checks the results and is not timed
         for name, (x, out), call, batch in libraries():
             schedule(batch)
@@ -188,10 +189,18 @@ def _rank(
                 if number:
                     found.setdefault(mpi.name, []).append(slowest)
             comm.barrier()
-        states.append(round_trip_ns(comm))
+        states.append(_state(comm))
     if gloo is not None:
         gloo.close()
     return _rows(kind, size, settings, found, wrong, states) if rank == 0 else []
+
+
+def _state(comm: Any) -> float:
+    """A flag's round trip between the first two cores in ns, on rank 0; 0 with one core."""
+    first, second = ([*sorted(os.sched_getaffinity(0))] * 2)[:2]
+    ns = round_trip_ns(first, second) if comm.rank == 0 else 0.0
+    comm.barrier()
+    return ns
 
 
 def _wrong(comm: Any, result: Any, want: Any) -> int:

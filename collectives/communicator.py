@@ -52,6 +52,7 @@ class Communicator(Collectives):
             lambda arena, settings, team, order: Communicator(arena, settings, team, True, order),
         )  # fmt: skip
         self._calls.agree_on(Request("barrier", NOTHING))  # waits for all ranks
+        arena.measure_cores()
 
     def __repr__(self) -> str:
         return f"<Communicator: rank {self.rank} of {self.size} on {self.topology.name}>"

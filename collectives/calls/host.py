@@ -459,13 +459,14 @@ class HostCalls:
                 ctypes.memmove(target, given, ready.staged.given)
             return True
         placed = self._placed(ready, given, result)
-        ready.notice[ORDER], ready.notice[FIRST] = self._order, ASSUMED * assumed
-        ready.notice[-2:] = self._told(ready, given, target) if ready.pulls else (
+        notice = ready.notice
+        notice[ORDER], notice[FIRST] = self._order, ASSUMED * assumed
+        notice[-2], notice[-1] = self._told(ready, given, target) if ready.pulls else (
             -1, self._arena.mapping.offset_of(placed[0], ready.span) if ready.span else -1
         )  # fmt: skip
         if self.executor.run(ready, *placed, given, target, counters):
             return True
-        rows = self.control.notices[self.control.number % 2][:, : len(ready.notice) - 2].copy()
+        rows = self.control.notices[self.control.number % 2][:, : len(notice) - 2].copy()
         if not assumed or not unsure(rows.tolist()):
             self._differ(rows)
         self._call_off()

@@ -104,3 +104,22 @@ def add_one(address):
         before = load_acquire(address)
         if exchange_if(address, before, before + 1):
             return before + 1
+
+
+@njit(nogil=True, cache=True)
+def turns(mine, theirs, first, base, rounds, patience):
+    """Raise the flag at `mine` so many `rounds` from `base`, in turns with the one at `theirs`.
+    Returns False if that was not raised in `patience` looks at it."""
+    for k in range(base + 1, base + rounds + 1):
+        if first:
+            store_release(mine, k)
+        spins = 0
+        while load_acquire(theirs) < k:
+            spins += 1
+            if spins > patience:
+                return False
+            if spins > 1000:  # the peer may need this core
+                sched_yield()
+        if not first:
+            store_release(mine, k)
+    return True

@@ -42,28 +42,29 @@ SEND, REDUCE, COPY, SIGNAL, WAIT = 0, 1, 2, 3, 4
 DIFFERS = 3  # the result of `call` if the ranks' requests differ
 UNREADABLE = 4  # its result if a rank could not read a peer's memory; no input has changed
 
-# Fields of `state`, one int64 each.
-OWN, SOURCE, NBYTES = 0, 1, 2  # address of the buffer; of the values (0: in place); bytes of these
-NUM_CHUNKS, STRIDE, UNITS, CHUNK_BYTES = 3, 4, 5, 6
-SLOTS, SLOT_BYTES, ITEM, COMBINE, DIVISOR = 7, 8, 9, 10, 11
-DIRECT = 12  # 1: ranks access each other's buffers directly if all are in shared memory; or PULLED
-ABORT, BELL, BASE = 13, 14, 15  # addresses of the abort word, our bell, the shared memory
-NONTEMPORAL = 16  # 1: copy with stores that bypass the caches
-FINALS = 17  # address of [tracks] counters of completed chunks, or 0
-NUMBER, RANK = 18, 19  # of the call; of this rank
-POSTED, FINISHED = 20, 21  # addresses of this rank's counters of calls
-STAGE = 22  # of a call that has returned IDLE and continues
-AWAITED = 23  # how many other ranks are known to have posted, or finished
-SPAN = 24  # bytes of the buffer if it may be accessed directly, otherwise 0; not used here
-SLEPT = 25  # 1: the last `call` returned IDLE
-ROUNDS = 26  # without progress, in which this rank yields its core, before it sleeps
-PUT = 27  # offset in the buffer to which the values at SOURCE are copied
-SHIFT = 28  # from where chunks lie in the buffer to where they are copied and combined
-KEEP_FROM, KEEP_TO, KEEP_NBYTES = 29, 30, 31  # offsets: what is copied there from the buffer
-OUT, GET, OUT_NBYTES = 32, 33, 34  # address to which the result at offset GET is copied; 0: none
-PULL = 35  # 1: ranks read each other's inputs, if all can be read, and the plan is not run
-INPUT, RESULT = 36, 37  # addresses of the input and the result of such a call
-STATE_FIELDS = 38
+# Fields of `state`, one int64 each. The first ones are those of one call, which it sets together.
+NUMBER, STAGE = 0, 1  # of the call; where it stands, if it has returned IDLE and continues
+OWN, SOURCE = 2, 3  # address of the buffer; of the values (0: in place)
+SHIFT = 4  # from where chunks lie in the buffer to where they are copied and combined
+OUT = 5  # address to which the result is copied; 0: none
+INPUT, RESULT = 6, 7  # addresses of the input and the result of a call that pulls
+DIRECT = 8  # 1: ranks access each other's buffers directly if all are in shared memory; or PULLED
+ROUNDS = 9  # without progress, in which this rank yields its core, before it sleeps
+FINALS = 10  # address of [tracks] counters of completed chunks, or 0
+CALL_FIELDS = 11
+PUT, NBYTES = 11, 12  # offset in the buffer to which the values at SOURCE are copied; their bytes
+NUM_CHUNKS, STRIDE, UNITS, CHUNK_BYTES = 13, 14, 15, 16
+SLOTS, SLOT_BYTES, ITEM, COMBINE, DIVISOR = 17, 18, 19, 20, 21
+ABORT, BELL, BASE, RANK = 22, 23, 24, 25  # addresses: abort word, own bell, shared memory; the rank
+NONTEMPORAL = 26  # 1: copy with stores that bypass the caches, as it is worth it and cores are far
+POSTED, FINISHED = 27, 28  # addresses of this rank's counters of calls
+AWAITED = 29  # how many other ranks are known to have posted, or finished
+SLEPT = 30  # 1: the last `call` returned IDLE
+KEEP_FROM, KEEP_TO, KEEP_NBYTES = 31, 32, 33  # offsets: what is copied there from the buffer
+GET, OUT_NBYTES = 34, 35  # offset of the result and its bytes
+PULL = 36  # 1: ranks read each other's inputs, if all can be read, and the plan is not run
+LARGE, FAR = 37, 38  # 1: it is worth it; address of the word that says that cores are far apart
+STATE_FIELDS = 39
 
 PULLED = 2  # `state[DIRECT]` once all ranks have agreed to read each other's inputs
 HIDDEN, BLIND = -1, -2  # in place of an address: nobody may read the input; we cannot read others'
@@ -81,11 +82,11 @@ _MOVED, _LEFT, _ARRIVED = 1, 2, 4  # bits of `_advance`'s result
 
 @njit(inline="always")
 def move(dst, src, nbytes, nontemporal):
-    """Copy between private memory and slots, for large messages with non-temporal stores.
+    """Copy between private memory and slots, to cores that share no cache with non-temporal stores.
 
-    The data is not read again by this core, and fetching a cache line from another core's cache
-    costs more than from memory. On cores that share no cache, 64 MB over 8 ranks take half the
-    time; on cores that share one, a fifth more.
+    The data is not read again by this core, and fetching a cache line from the cache of a far core
+    costs more than from memory: 1 MiB takes a third of the time between two far cores. On cores
+    that share a cache it would take twice as long.
     """
     if nontemporal:
         head = min(-dst & 63, nbytes)
@@ -104,6 +105,8 @@ def _advance(state, gated, code, blocks, flag, slot, origin, pushed, cursor, at,
     """
     tracks, phases = code[0], code[1]
     own, units, shift = state[OWN], state[UNITS], state[SHIFT]
+    # the values that are sent before any arrive: still where the caller has them while `gated`
+    values = state[SOURCE] - state[PUT] if gated and state[SOURCE] else own
     stride, num_chunks = state[STRIDE], state[NUM_CHUNKS]
     direct = state[DIRECT] != 0
     slots = DIRECT_SLOTS if direct else state[SLOTS]
@@ -151,7 +154,7 @@ def _advance(state, gated, code, blocks, flag, slot, origin, pushed, cursor, at,
                     size = min(start + per, blocks[unit, 1]) - start
                     start += blocks[unit, 0]
                     if op == SEND:
-                        src = own + start
+                        src = values + start
                         if code[pc + 3] >= 0:
                             f = code[pc + 3]
                             src = slot[f] + cursor[f, READ] % slots * state[SLOT_BYTES]
@@ -270,7 +273,7 @@ def call(
     buffer. By connection: `flag` [n, 2] addresses of the data-ready and slot-free counters, `slot`
     address of the first slot, `origin` rank whose data it carries, `pushed` rank whose chunk the
     sender may write (or -1), `cursor` [n, 6]. `at` [tracks, 3] is phase, group and offset in the
-    code, zero at first. `peers` [ranks] and `table` are scratch memory for addresses.
+    code. `peers` [ranks] and `table` are scratch memory for addresses.
 
     In a direct call (all buffers are in shared memory) no slots are used: a REDUCE reads the
     chunks of the ranks from which the data originates; a SEND over a `pushed` connection writes the
@@ -289,12 +292,10 @@ def call(
         notices[state[RANK], notice.size] = 0
         store_release(state[POSTED], number)
         state[STAGE], state[AWAITED], state[SLEPT] = AGREE, 0, 0
+        state[NONTEMPORAL] = state[LARGE] != 0 and load_acquire(state[FAR]) != 0
+        at[:] = 0
         state[DIRECT] = state[DIRECT] != 0 and offset >= 0 and not state[PULL]
-        if (
-            not state[DIRECT]
-            and not state[SOURCE]
-            and (not state[PULL] or notice[address] == HIDDEN)
-        ):
+        if not state[DIRECT] and (not state[PULL] or notice[address] == HIDDEN):
             _advance(
                 state, True, code, blocks, flag, slot, origin, pushed, cursor, at, peers, table
             )

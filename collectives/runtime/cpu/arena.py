@@ -10,16 +10,19 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.runtime.cpu.cores import far_apart
 from linkweave.collectives.runtime.cpu.header import (
     ABORT,
     BASE,
     CLOSED,
+    FAR,
     GONE,
     GPU_CALL_WORDS,
     GPU_CALLS,
@@ -34,6 +37,8 @@ from linkweave.collectives.runtime.cpu.header import (
 )
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT, SEGMENTS, Mapping, pages
 from linkweave.kernels.plan.counters import add_one
+
+MEASURE_EVERY = 10.0  # s between two looks at how far apart the cores are
 
 
 class Arena:
@@ -58,6 +63,7 @@ class Arena:
         self._released: dict[int, list[int]] = {}  # size -> offsets
         self._handles: dict[int, int] = {}  # peer -> pidfd
         self._lock = threading.Lock()
+        self._measure_at = 0.0
         self.words(self.control(rank) + BASE, 1)[0] = self.base
         self.words(self.control(rank) + PID, 1)[0] = os.getpid()
 
@@ -102,6 +108,19 @@ class Arena:
     @property
     def abort_address(self) -> int:
         return self.base + self.start + ABORT
+
+    @property
+    def far_address(self) -> int:
+        """The address of a word that is 1 if cores of the ranks share no cache."""
+        return self.base + FAR
+
+    def measure_cores(self) -> None:
+        """Find that out, on rank 0 of the whole for all; a virtual machine may move its cores, so
+        every 10 s. All ranks must have opened the arena."""
+        if self.rank or self.start or self.size == 1 or time.monotonic() < self._measure_at:
+            return
+        self._measure_at = time.monotonic() + MEASURE_EVERY
+        self.words(FAR, 1)[0] = far_apart(self.pid(0), self.pid(self.size - 1))
 
     # ---- messages ----------------------------------------------------------------------------
     def leave_message(self, message: bytes, where: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +27,14 @@ log = logging.getLogger("linkweave")
 
 _LINE = 128
 SLOT_BYTES = MEMORY_CHUNK
-NONTEMPORAL_BYTES = 4 << 20
-"""Messages of at least this size are copied with non-temporal stores (`interpreter.move`)."""
+NONTEMPORAL_BYTES = 64 << 10
+"""Messages of at least this size are copied with non-temporal stores between cores that share no
+cache (`interpreter.move`)."""
 _IDLE = counters.SLEEPS * counters.SLEEP_NS * 1e-9  # s of sleep before `call` returns IDLE
 _NO_BELLS, _NO_NEEDS = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
 _NO_READS = np.zeros((0, 4), np.int64)
+_CALLS = 256  # after so many the distance of cores may be measured again
+_CALL = Struct(f"{kernel.CALL_FIELDS}q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class Ready:
     gradient queue (`planning.completion.table`); `writes` says whether this rank copies or combines
     any chunk of the message, and `clean`, whether only such as lie in its result and are read by
     no other rank, so that the result may lie elsewhere. `reads` are those of `interpreter.call`.
+    `span` is the bytes of the buffer if the plan may run directly in shared memory, otherwise 0;
+    `pulls` says whether ranks read each other's inputs, if they can.
     """
 
     region: Region
@@ -74,25 +80,17 @@ class Ready:
     writes: bool
     clean: bool
     reads: NDArray[np.int64]
+    span: int
+    pulls: bool
 
     @property
     def num_chunks(self) -> int:
         return int(self.state[kernel.NUM_CHUNKS])
 
     @property
-    def span(self) -> int:
-        """Bytes of the buffer if the plan may run directly in shared memory, otherwise 0."""
-        return int(self.state[kernel.SPAN])
-
-    @property
     def direct(self) -> bool:
         """Whether the last call read and wrote the ranks' buffers directly, without slots."""
         return bool(self.state[kernel.DIRECT] == 1)
-
-    @property
-    def pulls(self) -> bool:
-        """Whether ranks read each other's inputs, if they can."""
-        return bool(self.state[kernel.PULL])
 
     @property
     def pulled(self) -> bool:
@@ -171,11 +169,11 @@ class CpuExecutor:
         state[kernel.SLOT_BYTES], state[kernel.ITEM] = SLOT_BYTES, buffer.itemsize
         state[kernel.COMBINE] = combine_address(buffer.dtype, op)
         state[kernel.DIVISOR] = self.size
-        state[kernel.NONTEMPORAL] = buffer.nbytes >= NONTEMPORAL_BYTES
+        state[kernel.LARGE] = buffer.nbytes >= NONTEMPORAL_BYTES
+        state[kernel.FAR] = self.arena.far_address
         state[kernel.ABORT], state[kernel.BELL] = self.arena.abort_address, control.bell
         state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
         state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
-        state[kernel.SPAN] = buffer.nbytes if encoded.direct else 0
         state[kernel.PUT], state[kernel.NBYTES] = staged.put, staged.given
         state[kernel.KEEP_FROM], state[kernel.KEEP_TO] = staged.keep_from, staged.keep_to
         state[kernel.KEEP_NBYTES] = staged.kept
@@ -191,7 +189,8 @@ class CpuExecutor:
         )  # fmt: skip
         return Ready(
             region, notice, state, table, label, staged, choice, needs, bool(written), clean,
-            _NO_READS if reads is None else reads,
+            _NO_READS if reads is None else reads, buffer.nbytes if encoded.direct else 0,
+            reads is not None,
         )  # fmt: skip
 
     def run(
@@ -214,18 +213,17 @@ class CpuExecutor:
         control, region, state = self.control, ready.region, ready.state
         encoded = region.encoded
         control.number += 1
-        state[kernel.NUMBER] = control.number
-        state[kernel.STAGE] = kernel.POST
-        state[kernel.OWN], state[kernel.SOURCE] = address, source
-        state[kernel.SHIFT], state[kernel.OUT] = shift, out
-        state[kernel.INPUT], state[kernel.RESULT] = given, result
-        state[kernel.DIRECT], state[kernel.ROUNDS] = encoded.direct, control.yields
-        waiters, needs = _NO_BELLS, _NO_NEEDS
-        state[kernel.FINALS] = 0
+        if control.number % _CALLS == 0:
+            self.arena.measure_cores()
+        waiters, needs, finals = _NO_BELLS, _NO_NEEDS, 0
         if layer_counters is not None:
-            state[kernel.FINALS] = layer_counters.counters.ctypes.data
+            finals = layer_counters.counters.ctypes.data
             waiters, needs = layer_counters.bells, layer_counters.needs
-        region.at.fill(0)
+        _CALL.pack_into(  # much faster than to set the fields one by one
+            state,  # type: ignore[arg-type]
+            0, control.number, kernel.POST, address, source, shift, out, given, result,
+            encoded.direct, control.yields, finals,
+        )  # fmt: skip
         before, start = -1, 0.0  # the progress at the last IDLE, and when it was reached
 
         def where() -> tuple[str, dict[str, int]]:
