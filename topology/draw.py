@@ -41,6 +41,7 @@ _Drawn = tuple[Arrow, int]  # with its part, or how many parts use it
 def draw(
     topology: Topology | str, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     plan: PlanLike | None = None, part: int | None = None, everything: bool = False,
+    like: Topology | None = None,
 ) -> None:  # fmt: skip
     """Draw a machine, and a plan over its links, into a .svg or .png file, or several.
 
@@ -49,6 +50,7 @@ def draw(
     there are more than eight, lines show how many of them use each connection. Only the fabric is
     drawn (no PCIe if NVLinks connect all GPUs) unless `everything` is set. Without a plan, a
     cluster of more than four nodes is drawn as its first node and what joins it to the others.
+    `like` is a machine of the same GPUs and at least these links: GPUs stand where its stand.
     Equal arguments give equal files.
 
     Raises TopologyError for another suffix, a part that the plan does not have, a plan for another
@@ -58,7 +60,7 @@ def draw(
     for path in files:
         if Path(path).suffix not in (".svg", ".png"):
             raise TopologyError(f"{os.fspath(path)}: can only draw to .svg and .png files")
-    figure = _figure(load(topology), plan, part, everything)
+    figure = _figure(load(topology), plan, part, everything, like)
     for path in files:
         _save(figure, path, Path(path).suffix[1:])
 
@@ -82,7 +84,10 @@ def _save(figure: Any, where: Any, kind: str) -> None:
                        metadata={"Date": None} if kind == "svg" else None)  # fmt: skip
 
 
-def _figure(topology: Topology, plan: PlanLike | None, part: int | None, everything: bool) -> Any:
+def _figure(
+    topology: Topology, plan: PlanLike | None, part: int | None, everything: bool,
+    like: Topology | None = None,
+) -> Any:  # fmt: skip
     parts = [] if plan is None else parts_of(plan, topology)
     if part is not None and not 1 <= part <= len(parts):
         what = f"parts 1 to {len(parts)}" if plan is not None else "no plan"
@@ -102,8 +107,12 @@ def _figure(topology: Topology, plan: PlanLike | None, part: int | None, everyth
     if part_of:
         title += f"\nnode 0 of {len(nodes)}, and the switches that its NICs reach"
         layout, links = lay_out_node(shown, links)
+        if beyond := _beyond(topology, layout):
+            title += f"; their links to {beyond} are not drawn"
     else:
-        layout = lay_out(topology, links, arcs=plan is not None)
+        among = like or topology
+        fabric = among.links if everything else among.fabric
+        layout = lay_out(among, fabric, arcs=plan is not None)
     from matplotlib.figure import Figure  # not pyplot, which keeps its figures in global state
 
     figure = Figure()
@@ -117,6 +126,13 @@ def _figure(topology: Topology, plan: PlanLike | None, part: int | None, everyth
     picture.vertices()
     figure.set_size_inches(picture.finish(title))
     return figure
+
+
+def _beyond(topology: Topology, layout: Positions) -> str:
+    """The switches of other switches that are not in the picture of one node."""
+    net = {v for v in layout.boxes if v in layout.passed}
+    found = {k.dst for k in topology.links if k.src in net and isinstance(k.dst, str)}
+    return ", ".join(sorted(f"the {v}" for v in found if v not in layout.boxes and "." not in v))
 
 
 def _title(topology: Topology, links: Sequence[Link]) -> str:

@@ -58,7 +58,7 @@ def load(
 
 
 def _load(spec: str | os.PathLike[str], gpu: str) -> Topology:
-    text = os.fspath(spec)
+    text = os.fspath(spec) if isinstance(spec, str | os.PathLike) else spec
     if not isinstance(text, str):
         raise TopologyError(f"a topology is named by text or a path, not {spec!r}")
     text = text.removeprefix("\ufeff")
@@ -80,7 +80,7 @@ def _load(spec: str | os.PathLike[str], gpu: str) -> Topology:
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise TopologyError(
         f"unknown machine {_short(text)!r}: {'a folder, no' if _is_folder(text) else 'no such'} "
-        f"file, and no such name; {hint}names are {', '.join(NAMES)}, N x NAME"
+        f"file, and no such name; {hint}names are auto, {', '.join(NAMES)}, N x NAME"
     )
 
 

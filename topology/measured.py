@@ -89,7 +89,7 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
     else:
         raise TopologyError(
             f"{where}: neither the JSON of linkweave bench links or algorithms nor what "
-            "p2pBandwidthLatencyTest prints"
+            "p2pBandwidthLatencyTest or, on the command line, nccl-tests print"
         )
     if figures.machine and figures.machine.startswith("cpu-") != topology.on_memory:
         raise TopologyError(

@@ -219,11 +219,12 @@ def summary(
 ) -> str:  # fmt: skip
     """Describe a plan and its predicted time, one line for each fact."""
     line = collectives.simulate(made, machine, nbytes)
+    first = line.first_chunk_seconds * 1e6  # 0: a rank's own, as in an all-to-all
+    ready = f"; the first chunk is ready after {first:.1f} us" if first else ""
     facts = {
         "plan": f"{made.collective} of {size_text(nbytes)} on {machine.name}",
         "algorithm": reason if made.algorithm in reason else f"{made.algorithm}: {reason}",
-        "predicted": f"{line.seconds * 1e6:.1f} us, {line.algbw / 1e9:.2f} GB/s; the first chunk "
-        f"is ready after {line.first_chunk_seconds * 1e6:.1f} us",
+        "predicted": f"{line.seconds * 1e6:.1f} us, {line.algbw / 1e9:.2f} GB/s{ready}",
     }
     if made.collective in BOUNDED and line.seconds:
         best = bound(
@@ -237,7 +238,9 @@ def summary(
                 f"{reduced.algbw / 1e9:.4g} GB/s"
             )
     if measured:
-        facts["measured"] = f"figures of {measured}"
+        timed = measured_seconds(machine.timings, made.algorithm, nbytes)
+        of = f"{timed[0] * 1e6:.1f} us, by figures of" if timed else "figures of"
+        facts["measured"] = f"{of} {measured}"
     parts = parts_of(made, machine)
     facts["made of"] = counted(len(parts), parts[0].name.split()[0]) if parts else "nothing"
     if made.trees:

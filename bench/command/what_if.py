@@ -113,12 +113,12 @@ def what_if(
         print(json.dumps({"size": nbytes, "before": told[0], "after": told[1]}))
     else:
         print(text(pair[0], pair[1], nbytes))
+    among = None if to else edited(before, (), *edits[1:])  # with all links of both
     if png:
         with options.console.status("drawing"):
-            draw((before, after), nbytes, png)
+            draw((before, after), among, nbytes, png)
         options.console.print(f"drawn: {png}", highlight=False)
     if page:
-        among = None if to else edited(before, (), *edits[1:])
         with options.console.status("simulating"):
             views = pictures.before_and_after(before, after, among, nbytes)
         charts = [
@@ -197,8 +197,10 @@ def _pair(one: float, other: float) -> tuple[str, str, str]:
     return f"{one:,.1f}", f"{other:,.1f}", change
 
 
-def draw(machines: Iterable[Topology], nbytes: int, path: Path) -> None:
-    """Draw the machines with their plans side by side."""
+def draw(
+    machines: Iterable[Topology], among: Topology | None, nbytes: int, path: Path
+) -> None:  # fmt: skip
+    """Draw the machines with their plans side by side, laid out as `among`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -208,7 +210,8 @@ def draw(machines: Iterable[Topology], nbytes: int, path: Path) -> None:
         pictures = []
         for i, machine in enumerate(machines):
             file = Path(folder) / f"{i}.png"
-            topology.draw(machine, [file], collectives.plan_allreduce(machine, nbytes))
+            plan = collectives.plan_allreduce(machine, nbytes)
+            topology.draw(machine, [file], plan, like=among)
             pictures.append(plt.imread(file))
     figure, axes = plt.subplots(1, 2, figsize=(16, 8), layout="constrained")
     for axis, picture in zip(axes, pictures, strict=True):

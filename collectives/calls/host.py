@@ -52,6 +52,7 @@ from linkweave.collectives.settings import Settings
 from linkweave.collectives.tensors import Block, as_buffer
 from linkweave.kernels.plan.interpreter import BLIND, HIDDEN
 from linkweave.topology import Topology
+from linkweave.topology.text import counted
 
 log = logging.getLogger("linkweave")
 
@@ -345,7 +346,7 @@ class HostCalls:
             finals = region.encoded.finals(self.rank, chunks)
             needs = chunk_counts(finals, chunks, chunk_bytes(where, chunks), request.layers)
         name = label(kind, region.encoded.algorithm, buffer.nbytes)
-        log.info("%s: %d chunks", name, chunks)
+        log.info("rank %d: %s in %s", self.rank, name, counted(chunks, "chunk"))
         self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
         pulled = reads(*message, request.root) if self._pulls(request) else None
         return self.executor.prepare(

@@ -74,8 +74,9 @@ def algorithm_word(algorithm: How) -> int:
     if isinstance(algorithm, str):
         if algorithm not in WORDS:
             raise CollectiveError(
-                f"unknown algorithm {algorithm!r}; choose from {', '.join(NAMES)}, or give a "
-                "function that makes one"
+                f"unknown algorithm {algorithm!r}; choose from {', '.join(NAMES)}, of which "
+                "linkweave simulate shows those that a machine can run, or give a function that "
+                "makes one"
             )
         return WORDS[algorithm]
     if isinstance(algorithm, Plan):
@@ -164,7 +165,8 @@ def words(notice: Sequence[int]) -> str:
     if asked == "exchange":
         asked = f"told of its {EXCHANGES[root]}"
     if collective := COLLECTIVES.get(asked):
-        what = [f"{count} x {_DTYPES[dtype]}"]
+        in_all = " in all" * (asked in ("allgather", "gather"))  # a rank gives a part of them
+        what = [f"{count} x {_DTYPES[dtype]}{in_all}"]
         what += [_OPS[op]] * collective.combines + [how] * collective.tunable
         roots = {"none": [], "rank": [f"root {root}"], "pairs": [f"pairs {root:08x}"]}
         asked += f"({', '.join([*what, *roots[collective.root]])})"

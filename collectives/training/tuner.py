@@ -131,10 +131,9 @@ class Tuner:
         theirs = next((seconds for one, seconds in self._tried if one.policy == "ddp"), None)
         measured = f", {theirs / mine:.2f} times by measurement" if mine and theirs else ""
         log.info(
-            "auto keeps %s%s, %s: %.4g s a step predicted; DDP's buckets take %.2f times as long "
-            "by prediction%s", best.policy, ", chained" * best.chained,
-            counted(len(best.communications), "all-reduce"), best.predicted_seconds,
-            ddp / best.predicted_seconds, measured,
+            "auto keeps %s: %.4g s a step predicted; DDP's buckets take %.2f times as long by "
+            "prediction%s", _in_words(best), best.predicted_seconds, ddp / best.predicted_seconds,
+            measured,
         )  # fmt: skip
         if not (self._chains or self._engine.exchange.whole or self._engine.fault_of_chaining()):
             saved = (
@@ -175,10 +174,11 @@ class Tuner:
         if self._engine.transport.rank == 0:
             for one, seconds in self._tried:
                 log.info(
-                    "auto tried %s%s, %s: %.4g s a step, predicted %.4g", one.policy,
-                    ", chained" * one.chained, counted(len(one.communications), "all-reduce"),
-                    seconds, one.predicted_seconds,
-                )  # fmt: skip
+                    "auto tried %s: %.4g s a step, predicted %.4g",
+                    _in_words(one),
+                    seconds,
+                    one.predicted_seconds,
+                )
         return tried[left[0]]
 
     def _pace(self, records: list[StepRecord]) -> float:
@@ -349,10 +349,21 @@ def _best_unchained(profile: Profile, network: Network, names: Sequence[str]) ->
     return min(made, key=lambda schedule: schedule.predicted_seconds)
 
 
+AT_ONCE = "at once"
+"""The name of a schedule that is no policy's."""
+
+
 def at_once(profile: Profile, network: Network) -> Schedule:
     """All gradients in one all-reduce after the backward pass."""
     every = whole(profile, tuple(range(len(profile.layers))))
-    return Schedule("at once", profile, network, (every,))
+    return Schedule(AT_ONCE, profile, network, (every,))
+
+
+def _in_words(schedule: Schedule) -> str:
+    if schedule.policy == AT_ONCE:
+        return "one all-reduce after the backward pass"
+    sent = counted(len(schedule.communications), "all-reduce")
+    return f"{schedule.policy}{', chained' * schedule.chained}, {sent}"
 
 
 def unchained(schedule: Schedule) -> Schedule:

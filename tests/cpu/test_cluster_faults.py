@@ -245,7 +245,7 @@ def test_one_of_four_machines_makes_another_call(who: int, what: str) -> None:
     found = on_machines(FOUR, other_calls, who, what, timeout=4.0)
     calls = {
         "barrier": ("barrier", "allreduce(1048576 x float64, sum)"),
-        "short": ("allgather(36 x float64)", "allgather(4194304 x float64)"),
+        "short": ("allgather(36 x float64 in all)", "allgather(4194304 x float64 in all)"),
         "one way": ("barrier", f"broadcast(9 x float64, root {who})"),
     }
     for said in found:

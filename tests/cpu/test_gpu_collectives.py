@@ -191,7 +191,7 @@ def test_what_needs_the_other_ranks_is_not_captured(machine: Machine) -> None:
             "this call is the first allreduce(7 x float32, sum, auto) on the GPU, which all "
             "ranks agree on, and cannot be captured into a graph: make it once before"
         )
-        assert "is the first allgather(10 x float32) on the GPU" in said[2]
+        assert "is the first allgather(10 x float32 in all) on the GPU" in said[2]
         assert "of shape (1, 5)" in said[3]
 
 

@@ -51,7 +51,10 @@ def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedu
         words.append(f"this is {best.policy}")
     elif best.predicted_seconds:
         ratio = rival.predicted_seconds / best.predicted_seconds
-        words.append(f"{ratio:.2f} times faster than {rival.policy}, the best named policy")
+        words.append(
+            f"{ratio:.2f} times faster than {rival.policy}, the best named policy" if ratio >= 1.005
+            else f"as fast as {rival.policy}, the best named policy"
+        )  # fmt: skip
     if exact and not network.overhead_s:  # which `every_fusion` does not know
         cut = "" if len(profile.layers) * 2 > EXACT else f" cut into {EXACT // len(profile.layers)}"
         words.append(f"on one lane no fusion of neighbours and order of tensors{cut} is shorter")
