@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -36,7 +37,7 @@ class GpuCalls(GpuLauncher):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._under_way: list[GpuWork] = []
+        self._under_way: deque[GpuWork] = deque()
         self._captured: list[int] = []  # events of captured asynchronous calls
         self._in_graphs: list[GpuContext] = []  # and these calls
 
@@ -73,8 +74,8 @@ class GpuCalls(GpuLauncher):
         capture = self.device.capturing(caller)
         self._captures = bool(capture)
         ready = None if capture else ready
-        if not capture and self._under_way:
-            self._under_way = [w for w in self._under_way if not w.over()]
+        while not capture and self._under_way and self._under_way[0].over():
+            self._under_way.popleft()  # they end in this order
         stream = self._side if async_op else caller
         done = self._done_captured if capture else self._done
         if not capture or capture == self._capture:

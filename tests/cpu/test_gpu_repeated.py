@@ -214,3 +214,30 @@ def at_an_old_address(rank: int) -> tuple[float, bool]:
 def test_new_symmetric_memory_forgets_what_was_kept(machine: Machine) -> None:
     found = collectives.spawn(at_an_old_address, 2, "mesh-2", **MODES["processes on one GPU"])
     assert found == [(3.0, True)] * 2
+
+
+def queued(rank: int) -> int:
+    """How many events rank 0 asks after while the first of 40 calls still waits for rank 1."""
+    comm: Any = get_default()
+    x, works, asked = tensor(np.ones(N)), [], []
+    comm.allreduce(x)
+    comm.synchronize()
+    comm.barrier()
+    ready = comm._gpu.ready
+    comm._gpu.ready = lambda event: asked.append(event) or ready(event)
+    if rank == 1:
+        comm.barrier()
+    works = [comm.allreduce(x, async_op=True) for _ in range(40)]
+    found = len(asked)
+    if rank == 0:
+        comm.barrier()
+    for work in works:
+        work.wait(60)
+    assert (x.array == 2.0**41).all()
+    return found
+
+
+@needs_compiler
+def test_a_call_asks_after_the_oldest_one_alone(machine: Machine) -> None:
+    found = collectives.spawn(queued, 2, "mesh-2", **MODES["processes on one GPU"])
+    assert found[0] == 39

@@ -1,4 +1,4 @@
-"""Whether the cores of the ranks share a cache, by a flag that goes to and fro between two."""
+"""Whether the cores of the ranks share a cache, by a flag that goes back and forth between two."""
 
 from __future__ import annotations
 
