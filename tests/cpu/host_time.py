@@ -1,4 +1,4 @@
-"""Host time of a repeated call on a GPU whose CUDA calls do nothing (python -m tests.cpu.host_time).
+"""Host time of a repeated GPU call whose CUDA calls do nothing (python -m tests.cpu.host_time).
 
 It prints the microseconds of the rank's own thread, the median of ten turns of 200 calls.
 """
