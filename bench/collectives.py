@@ -192,13 +192,15 @@ def _rank(
         states.append(_state(comm))
     if gloo is not None:
         gloo.close()
-    return _rows(kind, size, settings, found, wrong, states) if rank == 0 else []
+    told = [ns for ns in states if ns is not None]
+    return _rows(kind, size, settings, found, wrong, told) if rank == 0 else []
 
 
-def _state(comm: Any) -> float:
-    """A flag's round trip between the first two cores in ns, on rank 0; 0 with one core."""
+def _state(comm: Any) -> float | None:
+    """A flag's round trip between the first two cores in ns, on rank 0; None if it cannot be
+    measured."""
     first, second = ([*sorted(os.sched_getaffinity(0))] * 2)[:2]
-    ns = round_trip_ns(first, second) if comm.rank == 0 else 0.0
+    ns = round_trip_ns(first, second) if comm.rank == 0 else None
     comm.barrier()
     return ns
 
@@ -345,7 +347,8 @@ def header(settings: Settings) -> str:
         f"# {info['cores']} cores, {info['cpu']}, Linux {info['kernel']}",
         f"# {versions}",
         "# us: median over rounds of each round's median of the slowest rank; x gloo: median of",
-        "# the rounds' ratios to the faster gloo of both; model: predicted, with its error",
+        "# the rounds' ratios to gloo, under SCHED_BATCH or the default policy, whichever was",
+        "# faster; model: predicted, with its error",
         "# near 4/7: in 4 of 7 checks the first two cores shared a close cache (a flag went there",
         f"# and back in less than {NEAR_NS} ns)",
         _COLUMNS.format("x gloo"),

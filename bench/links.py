@@ -26,7 +26,7 @@ from linkweave.topology.measured import LinkFigures, PairFigure
 NBYTES = 16 << 20  # of a copy between CPU ranks, more than a core's own caches hold
 GPU_NBYTES = 256 << 20
 PINGS = 2000
-PATIENCE = 1 << 30  # minutes: other ranks need the cores as well
+LOOKS = 1 << 30  # minutes: other ranks need the cores as well
 
 
 def pairs(ranks: int) -> Iterator[tuple[int, int]]:
@@ -70,7 +70,7 @@ def _cpu_rank(rank: int, rounds: int) -> tuple[list[PairFigure], float | None]:
     at[0, rank], at[1, rank] = comm.offset_of(buffer), comm.offset_of(words)
     comm.allreduce(at)
     own = comm.address_at(int(at[1, rank]))
-    turns(own, own, True, 0, 1, PATIENCE)  # compiles it
+    turns(own, own, True, 0, 1, LOOKS, True)  # compiles it
     words[:] = 0
 
     def copy_to(dst: int) -> float:
@@ -98,7 +98,7 @@ def _cpu_rank(rank: int, rounds: int) -> tuple[list[PairFigure], float | None]:
             trips = []
             for _ in range(rounds):
                 start = time.perf_counter()
-                turns(mine, theirs, rank == src, base, PINGS, PATIENCE)
+                turns(mine, theirs, rank == src, base, PINGS, LOOKS, True)
                 trips.append((time.perf_counter() - start) / PINGS / 2)
                 base += PINGS
             if rank == src:

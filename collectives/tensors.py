@@ -66,10 +66,14 @@ def fast_buffer(x: Any) -> tuple[int, int, str] | None:
     None for any other object; `as_buffer` then raises the error, if there is one.
     """
     if type(x) is np.ndarray:
+        name, nbytes = _NUMPY.get(x.dtype), x.nbytes
+        if name is None:
+            return None
+        if nbytes == 0:  # has no buffer
+            return (int(x.ctypes.data), 0, name) if x.flags.writeable else None
         try:  # the buffer protocol takes a fourth of the time of NumPy's own ways
-            at = _at(x)  # type: ignore[arg-type]
-            return _address_of(at), x.nbytes, _NUMPY[x.dtype]
-        except (TypeError, ValueError, KeyError):  # with gaps, read-only or empty; another dtype
+            return _address_of(_at(x)), nbytes, name  # type: ignore[arg-type]
+        except (TypeError, ValueError, BufferError):  # with gaps, or read-only
             return None
     if not is_torch(x):
         return None

@@ -112,6 +112,8 @@ def _figure(
     else:
         among = like or topology
         fabric = among.links if everything else among.fabric
+        if not {(k.src, k.dst) for k in links} <= {(k.src, k.dst) for k in fabric}:
+            fabric = among.links
         layout = lay_out(among, fabric, arcs=plan is not None)
     from matplotlib.figure import Figure  # not pyplot, which keeps its figures in global state
 

@@ -238,7 +238,10 @@ def summary(
                 f"{reduced.algbw / 1e9:.4g} GB/s"
             )
     if measured:
-        timed = measured_seconds(machine.timings, made.algorithm, nbytes)
+        timed = (
+            measured_seconds(machine.timings, made.algorithm, nbytes)
+            if COLLECTIVES[made.collective].tunable else None
+        )  # fmt: skip
         of = f"{timed[0] * 1e6:.1f} us, by figures of" if timed else "figures of"
         facts["measured"] = f"{of} {measured}"
     parts = parts_of(made, machine)

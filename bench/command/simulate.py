@@ -55,7 +55,7 @@ def simulate(
             raise CollectiveError(
                 "--plan has its own collective, root, algorithm and chunks: leave those out"
             )
-        if not plan.is_file():
+        if not plan.exists() or plan.is_dir():
             raise CollectiveError(f"--plan: no file {str(plan)!r}; --algorithm takes a name")
         theirs = read_plans(plan, found, nbytes)
         if isinstance(theirs, mscclpp.ExecutionPlan):

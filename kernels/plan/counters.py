@@ -107,18 +107,19 @@ def add_one(address):
 
 
 @njit(nogil=True, cache=True)
-def turns(mine, theirs, first, base, rounds, patience):
+def turns(mine, theirs, first, base, rounds, looks, yields):
     """Raise the flag at `mine` so many `rounds` from `base`, in turns with the one at `theirs`.
-    Returns False if that was not raised in `patience` looks at it."""
+    Returns False if that was not raised in so many `looks` at it; `yields`: the peer may need this
+    core."""
     for k in range(base + 1, base + rounds + 1):
         if first:
             store_release(mine, k)
-        spins = 0
+        looked = 0
         while load_acquire(theirs) < k:
-            spins += 1
-            if spins > patience:
+            looked += 1
+            if looked > looks:
                 return False
-            if spins > 1000:  # the peer may need this core
+            if yields and looked > 1000:
                 sched_yield()
         if not first:
             store_release(mine, k)

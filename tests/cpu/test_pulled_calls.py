@@ -274,6 +274,24 @@ def repeated(rank: int) -> list[str]:
     return said
 
 
+def empty_handed(rank: int) -> list[int]:
+    """Ranks meet once in each call, although one gives no rows, or gets none."""
+    comm: Any = get_default()
+    x, made = np.arange(6.0 * (1 - rank)), []
+    for splits in (([2, 4], [0, 0]), ([6, 0], [0, 0])):
+        for _ in range(2):
+            comm.alltoall(x, None, splits[rank])
+        before = comm._calls.control.number
+        got = comm.alltoall(x, None, splits[rank])
+        assert got.tolist() == [*range(6)][sum(splits[0][:rank]) :][: splits[0][rank]]
+        made.append(comm._calls.control.number - before)
+    return made
+
+
+def test_a_rank_without_rows_meets_the_others_once() -> None:
+    assert collectives.spawn(empty_handed, 2, timeout=60) == [[1, 1]] * 2
+
+
 def test_a_rank_that_changes_its_mind_is_told() -> None:
     first, second = collectives.spawn(repeated, 2, timeout=60)
     assert "out_splits of rank 1 says [2, 5] rows come, by rank" in first[0] + second[0]

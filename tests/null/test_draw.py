@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from linkweave.bench.command import what_if
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
 from linkweave.topology import Link, Topology, TopologyError, load
-from linkweave.topology.draw import draw
+from linkweave.topology.draw import _Picture, draw
 from linkweave.topology.parts import parts_of
 
 pytest.importorskip("matplotlib")
@@ -197,7 +198,8 @@ def test_a_large_cluster_is_a_node_with_what_joins_it_to_the_others(
     topology = load(name)
     said = texts(svg(tmp_path, topology))
     nodes = len(topology.gpus) // 8
-    assert f"node 0 of {nodes}, and the switches that its NICs reach" in said
+    beyond = "; their links to the spine are not drawn" * ("leaf" in name)
+    assert f"node 0 of {nodes}, and the switches that its NICs reach{beyond}" in said
     assert {str(gpu) for gpu in range(8)} <= {*said} and "8" not in said
     near = {v for k in topology.links if str(k.src).startswith("node0.nic") for v in (k.src, k.dst)}
     names = {str(v).removeprefix("node0.") for v in near if isinstance(v, str)}
@@ -247,3 +249,31 @@ def test_trees_are_found_whatever_their_channels_are_called(algorithm: str) -> N
         tracks=tuple(replace(t, channel=last - t.channel) for t in plan.tracks),
     )
     assert parts_of(other, topology) == parts_of(plan, topology)
+
+
+CHANGES = [
+    ("dgx1-v100", ["0-3"], [], True), ("dgx1-v100", ["0-3"], ["1-6"], True),
+    ("pcie-2", [], ["0-1"], False), ("dgx1-v100", ["0-1", "0-2", "0-3", "0-4"], [], False),
+]  # fmt: skip
+"""Machines, links taken out and added, and whether GPUs then stand where they stood: they do not
+where one of the two is drawn with its PCIe."""
+
+
+@pytest.mark.parametrize(("name", "without", "more", "alike"), CHANGES)
+def test_both_machines_of_what_if_are_drawn_alike(
+    name: str, without: list[str], more: list[str], alike: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    seats, vertices = [], _Picture.vertices
+
+    def noted(self: _Picture) -> None:
+        seats.append(self.layout.seats)
+        vertices(self)
+
+    monkeypatch.setattr(_Picture, "vertices", noted)
+    before = load(name)
+    both = before, what_if.edited(before, without, more, 0)
+    among = what_if.edited(before, (), more, 0)
+    what_if.draw(both, among, 1 << 20, tmp_path / "both.png")
+    assert (tmp_path / "both.png").stat().st_size > 10_000
+    assert (seats[0] == seats[1]) == alike

@@ -63,7 +63,7 @@ class Arena:
         self._released: dict[int, list[int]] = {}  # size -> offsets
         self._handles: dict[int, int] = {}  # peer -> pidfd
         self._lock = threading.Lock()
-        self._measure_at = 0.0
+        self._measuring, self._measure_at = threading.Lock(), 0.0
         self.words(self.control(rank) + BASE, 1)[0] = self.base
         self.words(self.control(rank) + PID, 1)[0] = os.getpid()
 
@@ -115,12 +115,19 @@ class Arena:
         return self.base + FAR
 
     def measure_cores(self) -> None:
-        """Find that out, on rank 0 of the whole for all; a virtual machine may move its cores, so
-        every 10 s. All ranks must have opened the arena."""
-        if self.rank or self.start or self.size == 1 or time.monotonic() < self._measure_at:
-            return
-        self._measure_at = time.monotonic() + MEASURE_EVERY
-        self.words(FAR, 1)[0] = far_apart(self.pid(0), self.pid(self.size - 1))
+        """Find that out, on rank 0 of the whole for all ranks, which must all have opened the
+        arena. A virtual machine may be moved, so it may be called often, and does so every 10 s."""
+        if self._whole:
+            self._whole[0].measure_cores()
+        elif self.rank == 0 < self.size - 1 and self._measuring.acquire(blocking=False):
+            try:
+                if time.monotonic() >= self._measure_at:
+                    far = far_apart(self.pid(0), self.pid(self.size - 1))
+                    self._measure_at = time.monotonic() + MEASURE_EVERY
+                    if far is not None:
+                        self.words(FAR, 1)[0] = far
+            finally:
+                self._measuring.release()
 
     # ---- messages ----------------------------------------------------------------------------
     def leave_message(self, message: bytes, where: int) -> None:

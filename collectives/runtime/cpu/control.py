@@ -39,7 +39,7 @@ from linkweave.kernels.plan import counters as kernel
 
 log = logging.getLogger("linkweave")
 
-_CLAIM = 1.0  # seconds in which a rank that gives up says why; after them it may have died
+_CLAIM = 1.0  # seconds in which a rank that gives up says why
 PATIENT = 30.0
 """Seconds after which a wait is told of, well before a longer deadline."""
 
@@ -315,8 +315,11 @@ class HostControl:
         who = self.rank if who is None else who
         if self.aborted():
             return
-        if not kernel.claim(self.arena.base + self.arena.start + CLAIMED, 0, 1):
-            until = time.monotonic() + _CLAIM  # the first one is about to say why
+        claimed = self.arena.base + self.arena.start + CLAIMED
+        for claims in range(self.size):  # a rank that was first may have died before it said why
+            if kernel.claim(claimed, claims, claims + 1):
+                break
+            until = time.monotonic() + _CLAIM
             while not self.aborted() and time.monotonic() < until:
                 time.sleep(1e-4)
             if self.aborted():

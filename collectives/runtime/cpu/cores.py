@@ -14,43 +14,45 @@ NEAR_NS = 350
 """Nanoseconds below which a round trip is one between cores that share a cache: some 120 to 180 on
 an EPYC within eight cores of one cache, 600 between two such parts."""
 _BURSTS, _ROUNDS = 8, 400
-_SPINS = 20_000  # in which the other core must answer
+_LOOKS = 500_000  # at a flag, some ms: a thread may have to wait for the interpreter
+_PATIENCE = 0.02  # s of a measurement where the cores are busy
 
 
-def round_trip_ns(one: int, other: int) -> float:
+def round_trip_ns(one: int, other: int) -> float | None:
     """The round trip of a flag between two cores, in ns: the shortest of 8 bursts. 0 if they are
-    one, or if this process may not run there or gets no time there."""
+    one. None if this process may not run there, gets no time there, or is about to end."""
     if one == other:
         return 0.0
     flags = np.zeros(32, np.int64)  # used are two, 128 bytes apart
     mine, theirs = int(flags.ctypes.data), int(flags.ctypes.data) + 128
     at = (mine, theirs), (theirs, mine)
 
-    def burst_ns(side: int) -> float:
+    def best_s(side: int) -> float:
         os.sched_setaffinity(0, {(one, other)[side]})  # of this thread
-        turns(*at[side], side == 0, 0, 1, _SPINS)
-        best = float("inf")
-        for burst in range(_BURSTS):
+        best, until = float("inf"), time.perf_counter() + _PATIENCE
+        for base in range(0, _BURSTS * (_ROUNDS + 1), _ROUNDS + 1):
+            while not turns(*at[side], side == 0, base, 1, _LOOKS, False):  # both are there
+                if time.perf_counter() > until:
+                    return best
             start = time.perf_counter()
-            if not turns(*at[side], side == 0, 1 + burst * _ROUNDS, _ROUNDS, _SPINS):
-                break
-            best = min(best, time.perf_counter() - start)
-        return best / _ROUNDS * 1e9
+            if turns(*at[side], side == 0, base + 1, _ROUNDS, _LOOKS, False):
+                best = min(best, time.perf_counter() - start)
+        return best
 
-    with ThreadPoolExecutor(2) as threads:
-        sides = [threads.submit(burst_ns, side) for side in (0, 1)]
-        try:
-            found = sides[0].result(), sides[1].result()
-        except OSError:
-            return 0.0
-    return found[0] if np.isfinite(found).all() else 0.0
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            found, _ = threads.map(best_s, (0, 1))
+    except (OSError, RuntimeError):  # no such core; threads can no longer be started
+        return None
+    return found / _ROUNDS * 1e9 if np.isfinite(found) else None
 
 
-def far_apart(first: int, last: int) -> bool:
-    """Whether a message between processes `first` and `last`, which run wherever they may, can pass
-    between cores that share no cache."""
+def far_apart(first: int, last: int) -> bool | None:
+    """Whether the lowest core on which process `first` may run and the highest of process `last`
+    share no cache, so that messages between their ranks may pass between such cores. None if that
+    cannot be measured."""
     try:
         ns = round_trip_ns(min(os.sched_getaffinity(first)), max(os.sched_getaffinity(last)))
     except OSError:  # one has ended
-        return False
-    return ns > NEAR_NS
+        return None
+    return None if ns is None else ns > NEAR_NS

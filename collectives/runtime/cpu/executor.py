@@ -115,6 +115,7 @@ class CpuExecutor:
         self.rank, self.size, self.arena = control.rank, control.size, control.arena
         self._pids = np.zeros(self.size, np.int64)
         self._readable: bool | None = None  # None: not tried yet
+        self._look_at = _CALLS  # the call from which on cores may be measured again
 
     def readable(self) -> bool:
         """Whether this rank may read the other ranks' memory. All ranks have opened the arena."""
@@ -213,7 +214,8 @@ class CpuExecutor:
         control, region, state = self.control, ready.region, ready.state
         encoded = region.encoded
         control.number += 1
-        if control.number % _CALLS == 0:
+        if control.number >= self._look_at:
+            self._look_at = control.number + _CALLS
             self.arena.measure_cores()
         waiters, needs, finals = _NO_BELLS, _NO_NEEDS, 0
         if layer_counters is not None:
