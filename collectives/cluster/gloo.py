@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from linkweave.collectives.errors import CollectiveTimeout
 from linkweave.collectives.tensors import dtype_name
 from linkweave.kernels.dtypes import step_of
+from linkweave.kernels.float_order import from_integers, to_integers
 
 _CLOSING = 1.0
 """Seconds for which a rank that closes its connections waits for calls under way."""
@@ -86,26 +88,23 @@ class Across:
 
 class _Sorted:
     """The least or greatest floats of all ranks, under way as integers in the same order: gloo's
-    own comparison loses a NaN. `begin` combines integers."""
+    own comparison loses a NaN. `begin` combines integers: 32-bit ones for 16-bit floats, which gloo
+    has not, and else in the memory of the floats."""
 
     def __init__(self, x: Any, op: str, begin: Callable[[Any], Any]) -> None:
-        self._x = x
-        wide = x.float() if x.element_size() == 2 else x
-        self._kind, kind = wide.dtype, (torch.int32, torch.int64)[wide.element_size() == 8]
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+        bits = x.detach().view(-1).view(kind)
+        keys = bits.int() if kind is torch.int16 else bits
+        infinity = torch.full((1,), math.inf, dtype=x.dtype).view(kind).item()
         ends = torch.iinfo(kind)
-        self._keys = _sorted(wide.view(kind))
-        self._keys.masked_fill_(x.isnan(), ends.min if op == "min" else ends.max)
-        self._work = begin(self._keys)
+        self._bits, self._keys, self._mask = bits.numpy(), keys.numpy(), ends.max
+        nan = ends.min if op == "min" else ends.max
+        to_integers(self._bits, self._keys, self._mask, infinity, nan)
+        self._work = begin(keys)
 
     def wait(self) -> None:
         self._work.wait()
-        self._x.copy_(_sorted(self._keys).view(self._kind))
-
-
-def _sorted(bits: Any) -> Any:
-    """Bits of floats as integers in the order of the floats, and back."""
-    ends = torch.iinfo(bits.dtype)
-    return (bits >> (ends.bits - 1)).bitwise_and_(ends.max).bitwise_xor_(bits)
+        from_integers(self._keys, self._bits, self._mask)
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:
