@@ -138,7 +138,7 @@ def test_wrong_gathers_and_scatters_are_told() -> None:
              "scatter splits rows over 2 ranks", "scatter(6 x float64, root 0)", "2.0")  # fmt: skip
     for said in (first, second):
         assert len(said) == len(words)
-    assert "gather(6 x float64, root 0)" in first[0]
+    assert "gather(6 x float64 in all, root 0)" in first[0]
     assert all(word in first[i] for i, word in enumerate(words))
     assert all(words[i] in second[i] for i in (1, 2, 3, 4, 5, 6))
 
