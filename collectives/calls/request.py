@@ -154,6 +154,11 @@ def unsure(notices: Sequence[Sequence[int]]) -> bool:
     return any(assumes) and all(a or e for a, e in zip(assumes, exchanges, strict=True))
 
 
+def values(kind: str, count: int, dtype: str) -> str:
+    """The values of a call, in words; of gathers, those of all ranks."""
+    return f"{count} x {dtype}" + " in all" * (kind in ("allgather", "gather"))
+
+
 def words(notice: Sequence[int]) -> str:
     """A notice as text, for messages. An offset of -1 is left out."""
     kind, op, dtype, count, root, algorithm, settings, parts, device, order, *rest = notice
@@ -165,8 +170,7 @@ def words(notice: Sequence[int]) -> str:
     if asked == "exchange":
         asked = f"told of its {EXCHANGES[root]}"
     if collective := COLLECTIVES.get(asked):
-        in_all = " in all" * (asked in ("allgather", "gather"))  # a rank gives a part of them
-        what = [f"{count} x {_DTYPES[dtype]}{in_all}"]
+        what = [values(asked, count, _DTYPES[dtype])]
         what += [_OPS[op]] * collective.combines + [how] * collective.tunable
         roots = {"none": [], "rank": [f"root {root}"], "pairs": [f"pairs {root:08x}"]}
         asked += f"({', '.join([*what, *roots[collective.root]])})"

@@ -14,17 +14,27 @@ PIECE = 8 << 20
 
 ALONG, MOST = 512 << 10, 2 << 20
 """Bytes that go along to a machine, and to all of them, when they compare a call; of a broadcast,
-and of a machine's share of an all-reduce, a quarter."""
+and of a machine's share of an all-reduce, a quarter. For several ranks the first one sends all."""
+
+ALONG_ALONE, MOST_ALONE = 2 << 20, 16 << 20
+"""The same where each machine has one rank, but for a broadcast and an all-reduce."""
 
 AT_ONCE = 64 << 10
 """Bytes to all machines up to which each gets all values, and combines them itself."""
 
 
-def goes_along(nbytes: float, machines: int, same: bool = False) -> bool:
-    """Whether a comparison of so many machines takes so many bytes along to each. `same`: all
-    machines get the same bytes."""
+def goes_along(nbytes: float, machines: int, most: int, same: bool = False) -> bool:
+    """Whether a comparison of so many machines, with up to `most` ranks each, takes so many bytes
+    along to each. `same`: all machines get the same bytes."""
+    alone = most == 1 and not same
+    to_one, to_all = (ALONG_ALONE, MOST_ALONE) if alone else (ALONG, MOST)
     counted = 4 * nbytes if same else nbytes
-    return 0 < counted <= ALONG and counted * (machines - 1) <= MOST
+    return 0 < counted <= to_one and counted * (machines - 1) <= to_all
+
+
+def gathers_too_much(most: int, nbytes: int) -> bool:
+    """Whether `most` ranks, of up to so many bytes each, are too much for the first to gather."""
+    return most > 1 and most * nbytes > MOST
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class ClusterMap:
         if kind in ("allreduce", "reduce"):
             if nbytes * others <= AT_ONCE:
                 return start / (1 + (kind == "reduce")) + pace * nbytes * others
-            if goes_along(-(-nbytes // count), count, kind == "allreduce"):
+            if goes_along(-(-nbytes // count), count, most, kind == "allreduce"):
                 sent = pace * 2 * others * nbytes / count
                 return 1.5 * start + sent + memory.seconds_per_byte * nbytes
             return start + self._in_pieces(nbytes)
@@ -75,8 +85,8 @@ class ClusterMap:
             frame, leaves = nbytes, nbytes * others.bit_length()
         else:
             frame, leaves = share, share * others
-        too_much = kind == "alltoall" and most * nbytes > MOST  # for a first rank to gather
-        if goes_along(frame, count, kind == "broadcast") and not too_much:
+        too_much = kind == "alltoall" and gathers_too_much(most, nbytes)
+        if goes_along(frame, count, most, kind == "broadcast") and not too_much:
             if kind in ("broadcast", "gather", "scatter"):
                 start /= 2
             return start + pace * frame * others + memory.seconds_per_byte * share

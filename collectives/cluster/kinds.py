@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from linkweave.collectives.calls.request import Request
+from linkweave.collectives.calls.request import Request, values
 from linkweave.collectives.cluster.call import NOTHING, Along, Bytes, ClusterCall
-from linkweave.collectives.cluster.cluster_map import AT_ONCE, MOST, goes_along
+from linkweave.collectives.cluster.cluster_map import AT_ONCE, gathers_too_much, goes_along
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.planning.collective import COLLECTIVES
@@ -29,7 +29,7 @@ def _asked(request: Request) -> str:
     kind, buffer = request.kind, request.buffer
     if (collective := COLLECTIVES.get(kind)) is None:
         return kind
-    words = [f"{buffer.nbytes // buffer.itemsize} x {buffer.dtype}"]
+    words = [values(kind, buffer.nbytes // buffer.itemsize, buffer.dtype)]
     words += [request.op] * collective.combines
     words += [f"root {request.root}"] * (collective.root == "rank")
     if request.layers is not None:
@@ -56,7 +56,7 @@ def _combining(
         if not x.nbytes:
             return None
         return Along(_bytes(x), [x.nbytes] * count, finish, op=op, kind=x.dtype)
-    if not goes_along(-(-x.nbytes // count), count, to is None):
+    if not goes_along(-(-x.nbytes // count), count, links.machines.most, to is None):
         return None
     ends = [x.numel() * m // count * x.element_size() for m in range(count + 1)]
     shares = [stop - start for start, stop in pairwise(ends)]
@@ -106,7 +106,7 @@ def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> Cluste
         if links.rank != root:
             given[:] = came[at]
 
-    if goes_along(x.nbytes, count, same=True):
+    if goes_along(x.nbytes, count, links.machines.most, same=True):
         along = Along(given, [x.nbytes * (m == at) for m in range(count)], finish, part)
     body = lambda: links.pieces.broadcast(x.view(torch.uint8), root)  # noqa: E731
     return ClusterCall(_asked(request), body, along, source=at)
@@ -136,7 +136,7 @@ def _allgather(links: Connections, request: Request, x: Any, out: Any) -> Cluste
                 whole[ends[r] : ends[r + 1]] = row[: widths[r]]
 
     along, longest = None, max(widths)
-    if goes_along(machines.most * longest, machines.count):
+    if goes_along(machines.most * longest, machines.count, machines.most):
         lengths = [longest * len(ranks) for ranks in machines.ranks]
         along = Along(_padded(_bytes(x), longest), lengths, finish)
     return ClusterCall(_asked(request), lambda: links.rows.allgather(x, out, widths), along)
@@ -157,7 +157,7 @@ def _reduce_scatter(links: Connections, request: Request, x: Any, out: Any) -> C
         out.copy_(total.view(len(links.mine), -1)[links.machine.rank])
 
     along = None
-    if not links.fixed and goes_along(machines.most * width, machines.count):
+    if not links.fixed and goes_along(machines.most * width, machines.count, machines.most):
         lengths = [width * len(links.mine)] * machines.count
         along = Along(_bytes(x), lengths, finish, part, op, x.dtype)
     body = lambda: links.rows.reduce_scatter(x.view(links.size, -1), out, op)  # noqa: E731
@@ -180,7 +180,7 @@ def _gather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCa
                 every[span] = of.reshape(len(ranks), -1)
 
     along = None
-    if goes_along(machines.most * x.nbytes, machines.count):
+    if goes_along(machines.most * x.nbytes, machines.count, machines.most):
         lengths = [x.nbytes * len(ranks) * (links.index == at) for ranks in machines.ranks]
         along = Along(_bytes(x), lengths, finish, part)
     body = lambda: links.rows.gather(x, rows, root)  # noqa: E731
@@ -205,7 +205,7 @@ def _scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterC
         links.rows.scatter(given.view(links.size, -1) if links.rank == root else None, out, root)
 
     along = None
-    if goes_along(machines.most * out.nbytes, machines.count):
+    if goes_along(machines.most * out.nbytes, machines.count, machines.most):
         sent = _bytes(given)
         if links.index == at and links.rank != root:  # its machine gathers as much of each rank
             sent = links.scratch(links.size * out.nbytes)
@@ -252,7 +252,7 @@ def _alltoall(links: Connections, request: Request, x: Any, out: Any) -> Cluster
 
 def _exchanges_along(machines: Machines, sizes: Any, even: bool, longest: int) -> bool:
     """Whether an all-to-all goes along: by the most bytes that a machine sends to another one."""
-    if machines.most * longest > MOST:  # what its first rank gathers
+    if gathers_too_much(machines.most, longest):
         return False
     frame = machines.most**2 * sizes[0][0]
     if not even:
@@ -260,7 +260,7 @@ def _exchanges_along(machines: Machines, sizes: Any, even: bool, longest: int) -
             sum(sizes[source][to] for source in ranks for to in others)
             for ranks in machines.ranks for others in machines.ranks
         )  # fmt: skip
-    return goes_along(frame, machines.count)
+    return goes_along(frame, machines.count, machines.most)
 
 
 _KINDS: dict[str, Callable[[Connections, Request, Any, Any], ClusterCall]] = {

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from linkweave.collectives.cluster.call import Bytes, ClusterCall
-from linkweave.collectives.cluster.cluster_map import ALONG
+from linkweave.collectives.cluster.cluster_map import MOST_ALONE
 from linkweave.collectives.cluster.gloo import gloo_group, timed_out
 
 NOTICE = 1024
@@ -26,7 +26,7 @@ GRACE = 5.0
 MOST_OPEN = 64
 """Calls in a row that go one way; then all machines compare one."""
 _TELLING = 0.2  # seconds for which a notice may wait until it is received
-_AHEAD = 8  # messages under way for which nobody waits, for each other machine
+_AHEAD = 8  # messages under way for which nobody waits, for each other machine; of long ones fewer
 _TEXTS = 3  # earlier calls that a notice names
 _PRIME = 1_000_003
 _HEAD = 16  # bytes of a frame before the values or the notice: a call's word, and what the frame is
@@ -128,18 +128,20 @@ class Answers:
 class RollCall:
     """Compares calls of machines by their words; where these differ, exchanges notices. Each step
     goes directly between two machines, so that it is known who does not answer. Used by the first
-    rank of each machine. `names` describe the machines.
+    rank of each machine. `names` describe the machines; `room` is the most bytes that go along.
 
     In a call with a source or a target, only who hears from another machine compares. Each carries
     the word of such calls on, and compares it in the next call in which it hears from another one.
     """
 
-    def __init__(self, store: Any, machine: int, names: Sequence[str], timeout: float) -> None:
+    def __init__(
+        self, store: Any, machine: int, names: Sequence[str], room: int, timeout: float
+    ) -> None:
         self._machine, self._names, self._timeout = machine, names, timeout
         self._others = [m for m in range(len(names)) if m != machine]
         self._gloo: Any = gloo_group(store, machine, len(names), timeout)
         # A frame is received while the one before it is in use.
-        frames = torch.zeros((2, len(names), _HEAD + ALONG), dtype=torch.uint8)
+        frames = torch.zeros((2, len(names), _HEAD + room), dtype=torch.uint8)
         self._frames = [half.unbind() for half in frames]
         self._bytes = frames.numpy()[:, :, _HEAD:]
         self._heads = frames.numpy()[:, :, :_HEAD].view(np.int64)  # (word, what) of each
@@ -181,7 +183,9 @@ class RollCall:
         with self._reminds:
             self._silent = ()
         if not self._failed:
-            self._settle(deadline, _AHEAD * len(self._others) if call.one_way else 0)
+            longest = max((part.nbytes for part in parts), default=0)
+            ahead = min(_AHEAD * len(self._others), MOST_ALONE // max(1, longest))
+            self._settle(deadline, ahead if call.one_way else 0)
         if self._lost or self._notices or any(self._head(m)[0] != word for m in of):
             self._words.pop()
             return None
