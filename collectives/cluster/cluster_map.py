@@ -32,6 +32,13 @@ def goes_along(nbytes: float, machines: int, most: int, same: bool = False) -> b
     return 0 < counted <= to_one and counted * (machines - 1) <= to_all
 
 
+def most_along(machines: int, most: int) -> int:
+    """The most bytes that go along to a machine, of so many with up to `most` ranks each."""
+    to_one, to_all = (ALONG_ALONE, MOST_ALONE) if most == 1 else (ALONG, MOST)
+    least = max(AT_ONCE, to_all // max(1, machines - 1))
+    return min(to_one, least) + 64  # a share of whole elements may exceed an equal one
+
+
 def gathers_too_much(most: int, nbytes: int) -> bool:
     """Whether `most` ranks, of up to so many bytes each, are too much for the first to gather."""
     return most > 1 and most * nbytes > MOST

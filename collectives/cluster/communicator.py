@@ -17,7 +17,7 @@ from linkweave.collectives.calls.subcommunicators import MOST_LANES
 from linkweave.collectives.calls.work import HostWork, Worker
 from linkweave.collectives.cluster.call import ClusterCall
 from linkweave.collectives.cluster.calls import LONGER, ClusterCalls, sparse_allreduce
-from linkweave.collectives.cluster.cluster_map import ALONG, ALONG_ALONE
+from linkweave.collectives.cluster.cluster_map import most_along
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import Across
 from linkweave.collectives.cluster.machines import Machines
@@ -61,7 +61,7 @@ class ClusterCommunicator(Methods):
             names = [machines.describe(m) for m in range(machines.count)]
             control = c10d.PrefixStore("control/", store)
             limit = settings.longest + 2 * LONGER
-            room = ALONG_ALONE if machines.most == 1 else ALONG
+            room = most_along(machines.count, machines.most)
             roll_call = RollCall(control, self._links.index, names, room, limit)
         self._calls = ClusterCalls(self._links, roll_call, settings.longest)
         self._worker = Worker()

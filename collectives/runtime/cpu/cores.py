@@ -29,6 +29,7 @@ def round_trip_ns(one: int, other: int) -> float | None:
 
     def best_s(side: int) -> float:
         os.sched_setaffinity(0, {(one, other)[side]})  # of this thread
+        turns(*at[side], side == 0, 0, 0, 0, False)  # loads its machine code, or compiles it
         best, until = float("inf"), time.perf_counter() + _PATIENCE
         for base in range(0, _BURSTS * (_ROUNDS + 1), _ROUNDS + 1):
             while not turns(*at[side], side == 0, base, 1, _LOOKS, False):  # both are there
