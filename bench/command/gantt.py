@@ -70,6 +70,7 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
 
     rows = [2 + chart.schedule.lanes for chart in charts]
     figure, axes = plt.subplots(
@@ -104,15 +105,10 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("ms from the start of the backward pass")
     figure.suptitle(charts[0].case, fontsize=11)
-    from matplotlib.ticker import MaxNLocator
-
     bar = figure.colorbar(
-        matplotlib.cm.ScalarMappable(scale, colours),
-        ax=list(axes[:, 0]),
-        fraction=0.02,
-        pad=0.01,
+        matplotlib.cm.ScalarMappable(scale, colours), ax=list(axes[:, 0]), fraction=0.02, pad=0.01,
         ticks=MaxNLocator(integer=True),
-    )
+    )  # fmt: skip
     bar.set_label("layer, first to last", fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -238,10 +238,7 @@ def summary(
                 f"{reduced.algbw / 1e9:.4g} GB/s"
             )
     if measured:
-        timed = (
-            measured_seconds(machine.timings, made.algorithm, nbytes)
-            if COLLECTIVES[made.collective].tunable else None
-        )  # fmt: skip
+        timed = _timed(made, machine, nbytes)
         of = f"{timed[0] * 1e6:.1f} us, by figures of" if timed else "figures of"
         facts["measured"] = f"{of} {measured}"
     parts = parts_of(made, machine)
@@ -268,17 +265,23 @@ def _facts(facts: Mapping[str, str]) -> str:
 def _reason(machine: Topology, nbytes: int, made: Plan, algorithm: str) -> str:
     if algorithm != "auto":
         return "as asked"
-    tunable = COLLECTIVES[made.collective].tunable
-    if tunable and os.environ.get("LINKWEAVE_ALGORITHM"):
+    if COLLECTIVES[made.collective].tunable and os.environ.get("LINKWEAVE_ALGORITHM"):
         return "LINKWEAVE_ALGORITHM asks for it"
     if len(machine.gpus) == 1:
         return "there is nothing to choose between"
-    if tunable and measured_seconds(machine.timings, made.algorithm, nbytes):
+    if _timed(made, machine, nbytes):
         return "the fastest by measured times"
     if len(names := candidates(machine, made.collective, made.root)) == 1:
         return "the only one for this machine"
     compares = "; --explain compares them" if made.collective == "allreduce" else ""
     return f"auto expects it to be the fastest of {len(names)} algorithms{compares}"
+
+
+def _timed(made: Plan, machine: Topology, nbytes: int) -> tuple[float, int] | None:
+    """`measured_seconds` of a plan, which there are of all-reduces only."""
+    if not COLLECTIVES[made.collective].tunable:
+        return None
+    return measured_seconds(machine.timings, made.algorithm, nbytes)
 
 
 def _warn(made: Plan, machine: Topology, nbytes: int) -> None:

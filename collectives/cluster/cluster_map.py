@@ -26,17 +26,20 @@ AT_ONCE = 64 << 10
 def goes_along(nbytes: float, machines: int, most: int, same: bool = False) -> bool:
     """Whether a comparison of so many machines, with up to `most` ranks each, takes so many bytes
     along to each. `same`: all machines get the same bytes."""
-    alone = most == 1 and not same
-    to_one, to_all = (ALONG_ALONE, MOST_ALONE) if alone else (ALONG, MOST)
+    to_one, to_all = _limits(most == 1 and not same)
     counted = 4 * nbytes if same else nbytes
     return 0 < counted <= to_one and counted * (machines - 1) <= to_all
 
 
 def most_along(machines: int, most: int) -> int:
     """The most bytes that go along to a machine, of so many with up to `most` ranks each."""
-    to_one, to_all = (ALONG_ALONE, MOST_ALONE) if most == 1 else (ALONG, MOST)
-    least = max(AT_ONCE, to_all // max(1, machines - 1))
-    return min(to_one, least) + 64  # a share of whole elements may exceed an equal one
+    to_one, to_all = _limits(most == 1)
+    each = max(AT_ONCE, to_all // max(1, machines - 1))
+    return min(to_one, each) + 64  # a share of whole elements may exceed an equal one
+
+
+def _limits(alone: bool) -> tuple[int, int]:
+    return (ALONG_ALONE, MOST_ALONE) if alone else (ALONG, MOST)
 
 
 def gathers_too_much(most: int, nbytes: int) -> bool:

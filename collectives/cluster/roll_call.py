@@ -183,9 +183,7 @@ class RollCall:
         with self._reminds:
             self._silent = ()
         if not self._failed:
-            longest = max((part.nbytes for part in parts), default=0)
-            ahead = min(_AHEAD * len(self._others), MOST_ALONE // max(1, longest))
-            self._settle(deadline, ahead if call.one_way else 0)
+            self._settle(deadline, self._ahead(parts) if call.one_way else 0)
         if self._lost or self._notices or any(self._head(m)[0] != word for m in of):
             self._words.pop()
             return None
@@ -197,6 +195,11 @@ class RollCall:
         if parts:
             came[me] = parts[me]
         return came
+
+    def _ahead(self, parts: Sequence[Bytes]) -> int:
+        """How many messages like these may be under way for which nobody waits."""
+        longest = max((part.nbytes for part in parts), default=1)
+        return min(_AHEAD * len(self._others), MOST_ALONE // max(1, longest))
 
     def remind(self) -> None:
         """Tell machines for which this one waits what it waits for, in case they wait for it."""

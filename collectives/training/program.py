@@ -135,10 +135,14 @@ def program_of(schedule: Schedule, slots: Sequence[Slot], names: Sequence[str]) 
     return Program(schedule.policy, ops, tuple(names), schedule.chained)
 
 
+AT_ONCE = "at once"
+"""The name of a schedule, and of its program, that is no policy's."""
+
+
 def at_once(slots: Sequence[Slot], names: Sequence[str]) -> Program:
     """All gradients in one all-reduce after the backward pass."""
     pieces = tuple(Piece(unit, 0, slot.nbytes) for unit, slot in enumerate(slots))
-    return Program("at once", _ops([Communication(pieces)], slots), tuple(names))
+    return Program(AT_ONCE, _ops([Communication(pieces)], slots), tuple(names))
 
 
 def _ops(communications: Sequence[Communication], slots: Sequence[Slot]) -> tuple[Op, ...]:

@@ -22,7 +22,7 @@ from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.measure import measured_pass, profile_of
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.training.engine import Engine
-from linkweave.collectives.training.program import Program, program_of
+from linkweave.collectives.training.program import AT_ONCE, Program, program_of
 from linkweave.collectives.training.step_record import StepRecord
 from linkweave.collectives.training.transport import Transport, parted
 from linkweave.topology.text import counted
@@ -347,10 +347,6 @@ def finalists(
 def _best_unchained(profile: Profile, network: Network, names: Sequence[str]) -> Schedule:
     made = [unchained(plan(profile, network, name)) for name in names]
     return min(made, key=lambda schedule: schedule.predicted_seconds)
-
-
-AT_ONCE = "at once"
-"""The name of a schedule that is no policy's."""
 
 
 def at_once(profile: Profile, network: Network) -> Schedule:

@@ -42,8 +42,8 @@ SEND, REDUCE, COPY, SIGNAL, WAIT = 0, 1, 2, 3, 4
 DIFFERS = 3  # the result of `call` if the ranks' requests differ
 UNREADABLE = 4  # its result if a rank could not read a peer's memory; no input has changed
 
-# Fields of `state`, one int64 each. Those before CALL_FIELDS are of one
-# call: `CpuExecutor.run` sets them together, in this order.
+# Fields of `state`, one int64 each. Those before CALL_FIELDS are of one call:
+# `CpuExecutor.run` sets them together, in this order.
 NUMBER, STAGE = 0, 1  # of the call; where it stands, if it has returned IDLE and continues
 OWN, SOURCE = 2, 3  # address of the buffer; of the values (0: in place)
 SHIFT = 4  # from where chunks lie in the buffer to where they are copied and combined
