@@ -27,7 +27,7 @@ from linkweave.bench.command.options import install
 from linkweave.bench.peers import Gloo
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.calls.default import get_default
 
 LAYERS = 8
 BATCH = 4  # of each rank

@@ -28,10 +28,10 @@ from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.collectives.planning.verify import verify
 
 if TYPE_CHECKING:
+    from linkweave.collectives.calls.communicator import Communicator
+    from linkweave.collectives.calls.default import get_default, shutdown
     from linkweave.collectives.calls.work import GradientQueue, Work
-    from linkweave.collectives.communicator import Communicator
-    from linkweave.collectives.launch.default import get_default, shutdown
-    from linkweave.collectives.launch.join import init
+    from linkweave.collectives.cluster.join import init
     from linkweave.collectives.launch.processes import spawn
     from linkweave.collectives.training.data_parallel import DataParallel
     from linkweave.collectives.training.embedding.prefetch import prefetch
@@ -69,17 +69,17 @@ __all__ = [
 __all__ += [name for name in PUBLIC if name not in __all__]  # type checkers read those above
 
 _LAZY = {
-    "Communicator": "communicator",
+    "Communicator": "calls.communicator",
     "DataParallel": "training.data_parallel",
     "GTopK": "training.gtopk",
     "GradientQueue": "calls.work",
     "ShardedEmbedding": "training.embedding.sharded",
     "Work": "calls.work",
-    "init": "launch.join",
+    "init": "cluster.join",
     "prefetch": "training.embedding.prefetch",
     "spawn": "launch.processes",
-    "shutdown": "launch.default",
-    "get_default": "launch.default",
+    "shutdown": "calls.default",
+    "get_default": "calls.default",
 }
 """Names that need the runtimes, and their modules."""
 
@@ -106,8 +106,8 @@ def __getattr__(name: str) -> Any:
 
 def _of_default(name: str) -> Callable[..., Any]:
     """A function that calls the method `name` of the default communicator."""
-    from linkweave.collectives.communicator import Communicator
-    from linkweave.collectives.launch.default import get_default
+    from linkweave.collectives.calls.communicator import Communicator
+    from linkweave.collectives.calls.default import get_default
 
     method = getattr(Communicator, name)
 

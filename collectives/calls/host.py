@@ -48,8 +48,8 @@ from linkweave.collectives.runtime.cpu.executor import CpuExecutor, Ready, Regio
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.encoded import Encoded, nothing
+from linkweave.collectives.runtime.tensors import Block, as_buffer
 from linkweave.collectives.settings import Settings
-from linkweave.collectives.tensors import Block, as_buffer
 from linkweave.kernels.plan.interpreter import BLIND, HIDDEN
 from linkweave.topology import Topology
 from linkweave.topology.text import counted

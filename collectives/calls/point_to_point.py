@@ -13,8 +13,8 @@ from linkweave.collectives.errors import CollectiveAborted, CollectiveError, Col
 from linkweave.collectives.planning.collective import SENDRECV
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT
 from linkweave.collectives.runtime.diagnose import DIED, LEFT, REASONS
+from linkweave.collectives.runtime.tensors import fast_buffer, gpu_of
 from linkweave.collectives.settings import Settings
-from linkweave.collectives.tensors import fast_buffer, gpu_of
 from linkweave.topology import load
 from linkweave.topology.checks import integer
 

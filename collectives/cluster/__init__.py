@@ -1,1 +1,2 @@
-"""The collectives among ranks on several machines; torch.distributed carries data between these."""
+"""How ranks of a launcher meet, and the collectives among those on several machines, between which
+torch.distributed carries data."""

@@ -32,7 +32,7 @@ from linkweave.collectives.errors import CollectiveAborted, CollectiveError, Col
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.runtime.buffer import Buffer, check_op
 from linkweave.collectives.runtime.diagnose import INTERRUPTED
-from linkweave.collectives.tensors import as_buffer
+from linkweave.collectives.runtime.tensors import as_buffer
 
 LONGER = 1.0
 """Seconds by which a rank waits longer for those of its machine than for data of other machines,

@@ -12,6 +12,8 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 
 from linkweave.collectives.calls import operations
+from linkweave.collectives.calls.communicator import Communicator
+from linkweave.collectives.calls.methods import Methods
 from linkweave.collectives.calls.operations import exchange
 from linkweave.collectives.calls.subcommunicators import MOST_LANES
 from linkweave.collectives.calls.work import HostWork, Worker
@@ -22,9 +24,7 @@ from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import Across
 from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.cluster.roll_call import RollCall
-from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.methods import Methods
 from linkweave.collectives.settings import Settings
 from linkweave.topology.checks import integer
 

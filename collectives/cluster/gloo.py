@@ -18,7 +18,7 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from linkweave.collectives.errors import CollectiveTimeout
-from linkweave.collectives.tensors import dtype_name
+from linkweave.collectives.runtime.tensors import dtype_name
 from linkweave.kernels.dtypes import step_of
 from linkweave.kernels.float_order import from_integers, to_integers
 

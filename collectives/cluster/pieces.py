@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from linkweave.collectives.calls.communicator import Communicator
 from linkweave.collectives.cluster.cluster_map import PIECE
 from linkweave.collectives.cluster.gloo import Across, undivided
 from linkweave.collectives.cluster.machines import Machines
-from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.tensors import as_buffer
+from linkweave.collectives.runtime.tensors import as_buffer
 
 QUEUED = 2 << 20
 """Bytes of the pieces of a gradient queue: few enough that layers arrive soon, and enough that

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from linkweave.collectives.calls.communicator import Communicator
 from linkweave.collectives.cluster.cluster_map import PIECE
 from linkweave.collectives.cluster.gloo import Across, combined, undivided
 from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.cluster.pieces import in_rows, put_back
-from linkweave.collectives.communicator import Communicator
 
 
 class Rows:

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from linkweave.collectives.calls.sparse.backend import SparseCall, Vector
+from linkweave.collectives.calls.sparse.host import HostBackend
+from linkweave.collectives.calls.sparse.modes import MODES, check_call
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.cluster.pieces import flat
@@ -15,9 +18,6 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import Pairs, targets
 from linkweave.collectives.planning.sparse_tree import binomial_tree
-from linkweave.collectives.sparse.backend import SparseCall, Vector
-from linkweave.collectives.sparse.host import HostBackend
-from linkweave.collectives.sparse.modes import MODES, check_call
 
 
 def tree_over(machines: Machines) -> Tree:

@@ -21,11 +21,11 @@ from linkweave.collectives.calls.gpu import GpuWork
 from linkweave.collectives.calls.work import HostWork, Work
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.gloo import OPS, gloo_group
+from linkweave.collectives.cluster.join import Job, meet
 from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine
-from linkweave.collectives.launch.join import Job, meet
 from linkweave.collectives.runtime.diagnose import RAISED
+from linkweave.collectives.runtime.tensors import dtype_name
 from linkweave.collectives.settings import Settings
-from linkweave.collectives.tensors import dtype_name
 from linkweave.kernels.dtypes import DTYPES, ops_of
 
 log = logging.getLogger("linkweave")

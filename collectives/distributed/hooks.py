@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from linkweave.collectives.calls.default import get_default
 from linkweave.collectives.distributed.group import Group, GroupWork
-from linkweave.collectives.launch.default import get_default
 from linkweave.kernels import cast
 
 Future = torch.futures.Future[torch.Tensor]

@@ -1,1 +1,1 @@
-"""Starts ranks as processes or threads, or joins ranks that a launcher has started."""
+"""Starts ranks as processes or threads."""

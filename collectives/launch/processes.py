@@ -18,9 +18,9 @@ from typing import Any
 
 import cloudpickle
 
-from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.calls.communicator import Communicator
+from linkweave.collectives.calls.default import set_default
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.launch.default import set_default
 from linkweave.collectives.launch.threads import GRACE, consequence, gpus_of, spawn_threads
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.executor import compile_kernels

@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.calls.communicator import Communicator
+from linkweave.collectives.calls.default import set_of_thread
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.launch.default import set_of_thread
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.diagnose import INTERRUPTED, RAISED
 from linkweave.collectives.runtime.gpu import device as cuda

@@ -16,14 +16,14 @@ from weakref import WeakMethod, finalize
 import torch
 import torch.distributed as dist
 
+from linkweave.collectives.calls.communicator import Communicator
+from linkweave.collectives.calls.default import get_default
 from linkweave.collectives.cluster import pieces
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
+from linkweave.collectives.cluster.join import init
 from linkweave.collectives.cluster.sparse import tree_over
-from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.distributed.group import Group
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.launch.join import init
 from linkweave.collectives.overlap.communication import ALL_GATHER, REDUCE_SCATTER
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import Pairs, targets

@@ -13,8 +13,8 @@ from gpu_ranks import Machine, gpus
 from host_gpu import HostTensor
 from host_kernels import HostKernels, library
 
+from linkweave.collectives.calls.sparse import gpu
 from linkweave.collectives.runtime.gpu import device as cuda
-from linkweave.collectives.sparse import gpu
 from linkweave.kernels.gpu.arrays import element
 
 

@@ -17,10 +17,10 @@ import torch
 
 from linkweave import collectives, kernels
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.calls.communicator import Communicator
+from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.methods import Collectives
 from linkweave.collectives.launch import default
-from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.methods import Collectives
 from linkweave.collectives.planning import collective
 from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.kernels.dtypes import OPS, ops_of

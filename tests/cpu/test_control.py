@@ -26,8 +26,8 @@ from linkweave.collectives import (
     CollectiveTimeout,
     plan_allreduce,
 )
-from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.launch.join import Job
+from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.cluster.join import Job
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.collectives.runtime.cpu import header
 from linkweave.collectives.runtime.cpu.arena import Arena

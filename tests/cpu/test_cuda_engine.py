@@ -20,12 +20,12 @@ from host_gpu import needs_compiler
 from machines import forked
 
 from linkweave import collectives
-from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.calls.communicator import Communicator
+from linkweave.collectives.calls.default import get_default
 from linkweave.collectives.distributed import engine
 from linkweave.collectives.distributed import group as groups
 from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine
 from linkweave.collectives.distributed.group import Group
-from linkweave.collectives.launch.default import get_default
 from linkweave.torch_backend import register
 from tests.cpu.stream_stand_in import CURRENT, Stream, compute  # noqa: F401
 

@@ -18,8 +18,8 @@ import pytest
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.calls.default import get_default
 from linkweave.collectives.launch import processes
-from linkweave.collectives.launch.default import get_default
 from linkweave.collectives.runtime.cpu import executor as shm
 from linkweave.collectives.runtime.cpu.mapping import _Heap
 from tests.cpu.helpers import hurry, others_have_called, shared_files

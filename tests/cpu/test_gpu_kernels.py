@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from nvrtc import Nvrtc
 
 from linkweave import kernels
-from linkweave.collectives.sparse.backend import Wire
+from linkweave.collectives.calls.sparse.backend import Wire
 from linkweave.kernels.gpu import arrays as gpu
 from linkweave.kernels.gpu import clock
 from linkweave.kernels.gpu.api import GpuKernels

@@ -15,9 +15,9 @@ from host_gpu import CURRENT, HostTensor, needs_compiler
 
 from linkweave import collectives
 from linkweave.collectives import get_default
+from linkweave.collectives.calls.sparse import gpu
 from linkweave.collectives.planning.sparse_tree import sparse_costs
 from linkweave.collectives.runtime.gpu import device as cuda
-from linkweave.collectives.sparse import gpu
 from linkweave.topology import load
 from tests.cpu.helpers import dense, hurry, vector
 

@@ -14,8 +14,8 @@ from host_gpu import HostDevice, needs_compiler
 
 from linkweave import collectives
 from linkweave.bench.gpu.api import exact as values
-from linkweave.collectives.launch.default import get_default
-from linkweave.collectives.tensors import tensor_over
+from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.runtime.tensors import tensor_over
 from linkweave.topology import load
 
 pytestmark = needs_compiler

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from linkweave import collectives
-from linkweave.collectives.communicator import Communicator
-from linkweave.collectives.launch.default import get_default
+from linkweave.collectives.calls.communicator import Communicator
+from linkweave.collectives.calls.default import get_default
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import plan_collective
 from linkweave.collectives.runtime import reference

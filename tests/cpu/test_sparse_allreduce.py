@@ -14,10 +14,10 @@ import torch
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, get_default
+from linkweave.collectives.calls.sparse.backend import Wire
+from linkweave.collectives.calls.sparse.host import HostBackend
+from linkweave.collectives.calls.sparse.modes import gtopk
 from linkweave.collectives.planning.sparse_tree import merge_tree
-from linkweave.collectives.sparse.backend import Wire
-from linkweave.collectives.sparse.host import HostBackend
-from linkweave.collectives.sparse.modes import gtopk
 from linkweave.kernels import topk_abs
 from tests.cpu.helpers import NUMEL, dense, vector
 

@@ -4,7 +4,7 @@ words, and a page for each rank, its control block.
 Offsets are in bytes, and words are int64. They begin at 0, and one rank writes each; what others
 wait for is raised by `counters.raise_counter`, which wakes them. Words that different ranks write,
 or that several poll, are 128 bytes apart: CPUs fetch cache lines in adjacent pairs. Ranks of
-another version of linkweave are refused when they meet (`launch.join`).
+another version of linkweave are refused when they meet (`cluster.join`).
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.operations import allgather, into
+from linkweave.collectives.calls.sparse.backend import Message, Vector, Wire
+from linkweave.collectives.calls.sparse.modes import check_vector, flat_residual, wrong_indices
 from linkweave.collectives.planning.collective import Pairs, targets
-from linkweave.collectives.sparse.backend import Message, Vector, Wire
-from linkweave.collectives.sparse.modes import check_vector, flat_residual, wrong_indices
-from linkweave.collectives.tensors import dtype_name, gpu_of, is_torch
+from linkweave.collectives.runtime.tensors import dtype_name, gpu_of, is_torch
 from linkweave.kernels import merge_topk
 from linkweave.kernels.merge.cpu import add_at
 

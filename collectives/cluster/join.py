@@ -14,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from linkweave.collectives.calls.communicator import Communicator
+from linkweave.collectives.calls.default import set_default
 from linkweave.collectives.cluster.machines import Machines, machine_id
-from linkweave.collectives.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
-from linkweave.collectives.launch.default import set_default
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.header import LAYOUT
 from linkweave.collectives.runtime.cpu.mapping import Mapping

@@ -13,14 +13,18 @@ from linkweave.collectives.calls.gpu import GpuCalls
 from linkweave.collectives.calls.host import Again, HostCalls
 from linkweave.collectives.calls.point_to_point import PointToPoint
 from linkweave.collectives.calls.request import NOTHING, How, Request
+from linkweave.collectives.calls.sparse.allreduce import (
+    agree,
+    host_sparse_allreduce,
+    sparse_allreduce,
+)
 from linkweave.collectives.calls.work import GradientQueue, HostQueue, Work, Worker
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.gpu.team import Team
+from linkweave.collectives.runtime.tensors import fast_buffer, fast_result, gpu_of, output_for
 from linkweave.collectives.settings import Settings
-from linkweave.collectives.sparse.allreduce import agree, host_sparse_allreduce, sparse_allreduce
-from linkweave.collectives.tensors import fast_buffer, fast_result, gpu_of, output_for
 
 
 class Methods:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from linkweave.collectives.calls.gpu import GpuContext
+from linkweave.collectives.calls.sparse.backend import Message, Vector, Wire
+from linkweave.collectives.calls.sparse.modes import check_vector, flat_residual, wrong_indices
 from linkweave.collectives.planning.collective import SENDRECV, Pairs, Root, targets
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.sparse.backend import Message, Vector, Wire
-from linkweave.collectives.sparse.modes import check_vector, flat_residual, wrong_indices
-from linkweave.collectives.tensors import dtype_name
+from linkweave.collectives.runtime.tensors import dtype_name
 from linkweave.kernels.gpu.arrays import Gpu, LibraryGpu
 from linkweave.kernels.merge import entries as gpu_entries
 from linkweave.kernels.merge.gpu import merge_padded

@@ -13,13 +13,13 @@ from typing import Any
 
 from linkweave.collectives.calls.host import HostCalls
 from linkweave.collectives.calls.operations import CallContext
+from linkweave.collectives.calls.sparse.backend import Backend, SparseCall, Vector
+from linkweave.collectives.calls.sparse.host import HostBackend
+from linkweave.collectives.calls.sparse.modes import MODES, check_call
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.sparse_tree import merge_tree, sparse_costs
 from linkweave.collectives.runtime.gpu import device as cuda
-from linkweave.collectives.sparse.backend import Backend, SparseCall, Vector
-from linkweave.collectives.sparse.host import HostBackend
-from linkweave.collectives.sparse.modes import MODES, check_call
-from linkweave.collectives.tensors import gpu_of, stream_of
+from linkweave.collectives.runtime.tensors import gpu_of, stream_of
 
 
 def host_sparse_allreduce(calls: HostCalls, *arguments: Any) -> Vector:
@@ -58,7 +58,7 @@ def _backend(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
 def _backend_of(values: Any, indices: Any, numel: Any, residual: Any) -> Backend:
     if (index := gpu_of(values)) is None:
         return HostBackend(values, indices, numel, residual)
-    from linkweave.collectives.sparse.gpu import GpuBackend  # needs the GPU's library
+    from linkweave.collectives.calls.sparse.gpu import GpuBackend  # needs the GPU's library
 
     if cuda.open_device(index).capturing(stream_of(values)):
         raise CollectiveError(

@@ -12,15 +12,15 @@ from typing import Any
 
 from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.host import HostCalls
+from linkweave.collectives.calls.methods import Collectives
 from linkweave.collectives.calls.request import NOTHING, Request
 from linkweave.collectives.calls.subcommunicators import Order, Subcommunicators
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.methods import Collectives
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.team import Team
+from linkweave.collectives.runtime.tensors import as_buffer, gpu_of, parse_shape, tensor_over
 from linkweave.collectives.settings import Settings, topology_for
-from linkweave.collectives.tensors import as_buffer, gpu_of, parse_shape, tensor_over
 from linkweave.topology import Topology
 
 log = logging.getLogger("linkweave")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import atexit
 import threading
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
-from linkweave.collectives.communicator import Communicator
+from linkweave.collectives.calls.communicator import Communicator
 from linkweave.collectives.errors import CollectiveError
 
-if TYPE_CHECKING:
-    from linkweave.collectives.cluster.communicator import ClusterCommunicator
-
-_default: Communicator | ClusterCommunicator | None = None
+_default: Any = None  # a Communicator or a ClusterCommunicator
 _threads = threading.local()  # each rank that is a thread has its own
 
 
-def set_default(communicator: Communicator | ClusterCommunicator | None) -> None:
+def set_default(communicator: Any) -> None:
     """Set the communicator that the module functions use, and close the previous one."""
     global _default
     if _default is not None and _default is not communicator:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from linkweave.collectives.calls.operations import CallContext
+from linkweave.collectives.calls.sparse.backend import Backend, Message, SparseCall, Vector
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import SENDRECV
 from linkweave.collectives.planning.sparse_tree import rounds
-from linkweave.collectives.sparse.backend import Backend, Message, SparseCall, Vector
-from linkweave.collectives.tensors import dtype_name, gpu_of, is_contiguous, is_torch
+from linkweave.collectives.runtime.tensors import dtype_name, gpu_of, is_contiguous, is_torch
 from linkweave.kernels.merge.cpu import PAD
 from linkweave.kernels.validate import FLOATS
 from linkweave.topology.checks import integer
