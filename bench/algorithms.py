@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import product
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from linkweave.topology.timings import Timing
 
 BUDGET_BYTES = 1 << 26  # that an algorithm moves in one round, in 1 to 50 calls
 HOPELESS = 30  # an algorithm predicted to take this many times the least time is not run
+LEGEND = ""
 SLOW = 20  # an algorithm whose first run takes this many times the fastest is not timed
 
 
@@ -37,11 +37,24 @@ class Comparison:
     """
 
     nbytes: int
-    choice: str
-    """The cost model's choice."""
+    choice: str  # the cost model's choice
     timings: dict[str, Timing]
-    ratios: dict[str, float]
-    """The choice's time over each algorithm's."""
+    ratios: dict[str, float]  # the choice's time over each algorithm's
+
+    def __str__(self) -> str:
+        """One size, and beneath it the times of the other algorithms."""
+        us = {name: f"{timing.seconds * 1e6:.1f}" for name, timing in self.timings.items()}
+        both = "".join(f"  {name:22}{us[name]:>10}" for name in (self.choice, self.best))
+        text = f"{size_text(self.nbytes):>10}{both}{self.ratios[self.best]:7.2f}"
+        others = ", ".join(f"{n} {us[n]}" for n in us if n not in (self.choice, self.best))
+        indent = " " * 12
+        return "\n".join([text, *textwrap.wrap(f"others: {others}", 100, initial_indent=indent,
+                                               subsequent_indent=indent)])  # fmt: skip
+
+    @property
+    def written(self) -> Iterable[Timing]:
+        """What a file of figures has of it."""
+        return self.timings.values()
 
     @property
     def best(self) -> str:
@@ -49,42 +62,25 @@ class Comparison:
         return max(self.ratios, key=lambda name: self.ratios[name])
 
 
-def run(
-    settings: Settings, progress: Callable[[Comparison], None] = lambda row: None
-) -> list[Comparison]:
+def run(settings: Settings) -> Iterator[Comparison]:
     """Measure every size; all algorithms take turns within each round.
 
-    Rank 0's process calls `progress` with the comparison of each size. Raises CollectiveError, also
-    for a wrong sum.
+    Raises CollectiveError, also for a wrong sum.
     """
-    for size in settings.sizes:
-        for name in candidates(settings.topology):
-            plan_allreduce(settings.topology, size, name)  # forked ranks need not plan it again
+    for size, name in product(settings.sizes, candidates(settings.topology)):
+        plan_allreduce(settings.topology, size, name)  # forked ranks need not plan it again
     before = os.sched_getscheduler(0)
     try:
         schedule(settings.batch)  # the ranks inherit it
-        found = collectives.spawn(
-            _rank, settings.ranks, settings.topology, (settings, progress), timeout=120.0
-        )
+        for size in settings.sizes:
+            yield collectives.spawn(
+                _compare, settings.ranks, settings.topology, (size, settings), timeout=120.0
+            )[0]
     finally:
         os.sched_setscheduler(0, before, os.sched_param(0))
-    rows: list[Comparison] = found[0]
-    return rows
 
 
-def _rank(
-    rank: int, settings: Settings, progress: Callable[[Comparison], None]
-) -> list[Comparison]:
-    rows = []
-    for size in settings.sizes:
-        row = _compare(size, settings)
-        if rank == 0:
-            progress(row)
-        rows.append(row)
-    return rows
-
-
-def _compare(size: int, settings: Settings) -> Comparison:
+def _compare(rank: int, size: int, settings: Settings) -> Comparison:
     comm = get_default()
     choice = choose(settings.topology, size)
     pattern = (np.arange(size // 4) % 251).astype(np.float32)
@@ -121,7 +117,6 @@ def _compare(size: int, settings: Settings) -> Comparison:
 
 
 def _hopeful(machine: Topology, size: int) -> list[str]:
-    """The algorithms that are worth a run, including the choice."""
     predicted = {name: predict(machine, size, name)[0] for name in candidates(machine)}
     limit = HOPELESS * min(predicted.values())
     choice = choose(machine, size)
@@ -141,7 +136,6 @@ def _comparison(
 
 
 def header(settings: Settings) -> str:
-    """What is run, on which machine, and the columns with their units."""
     info = machine()
     batch = "SCHED_BATCH" if settings.batch else "default scheduling"
     return "\n".join([
@@ -152,26 +146,3 @@ def header(settings: Settings) -> str:
         "# rounds' ratios of the model's choice to the fastest; others: those worth a run",
         f"{'size':>10}  {'model takes':22}{'us':>10}  {'fastest':22}{'us':>10}{'ratio':>7}",
     ])  # fmt: skip
-
-
-def line(row: Comparison) -> str:
-    """One size, and beneath it the times of the other algorithms."""
-    us = {name: f"{timing.seconds * 1e6:.1f}" for name, timing in row.timings.items()}
-    both = "".join(f"  {name:22}{us[name]:>10}" for name in (row.choice, row.best))
-    text = f"{size_text(row.nbytes):>10}{both}{row.ratios[row.best]:7.2f}"
-    others = ", ".join(f"{n} {us[n]}" for n in us if n not in (row.choice, row.best))
-    indent = " " * 12
-    return "\n".join([text, *textwrap.wrap(f"others: {others}", 100, initial_indent=indent,
-                                           subsequent_indent=indent)])  # fmt: skip
-
-
-def as_json_text(settings: Settings, rows: list[Comparison]) -> str:
-    """JSON of the times and of the machine."""
-    report: dict[str, Any] = {
-        "format": "linkweave-timings",
-        "version": 1,
-        "topology": settings.topology.name,
-        "machine": machine(),
-        "rows": [asdict(timing) for row in rows for timing in row.timings.values()],
-    }
-    return json.dumps(report, indent=1)

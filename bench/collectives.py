@@ -3,13 +3,13 @@ beside NCCL, in one run, checked, then timed."""
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,9 @@ from linkweave.collectives.planning.planner import choose, predict
 from linkweave.collectives.runtime.cpu.cores import NEAR_NS, round_trip_ns
 from linkweave.topology import Topology
 
+Library = tuple[str, tuple[Any, Any], Callable[[], Any], bool]
+"""Name, (input, output), call, and whether under SCHED_BATCH."""
+LEGEND = ""
 BUDGET_BYTES = 1 << 28  # that are moved in one round, in 2 to 20 iterations
 
 
@@ -61,6 +64,18 @@ class Row:
     """The time of the faster gloo, or of NCCL, over this one's in the same round; median over the
     rounds."""
 
+    def __str__(self) -> str:
+        ratio = f"{self.ratio:8.2f}" if self.ratio is not None else f"{'-':>8}"
+        model = f"{'-':>10}{'-':>7}"
+        if self.model_us is not None:
+            error = (self.model_us - self.time_us) / self.time_us
+            model = f"{self.model_us:10.1f}{error:7.0%}"
+        return (
+            f"{self.collective:14}{self.size:11}  {self.library[:16]:16}{self.time_us:10.1f}"
+            f"{self.algbw:8.2f}{self.busbw:8.2f}{self.wrong:8}{ratio}{model}  "
+            f"{self.state.split(',')[0]}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -76,7 +91,6 @@ class Settings:
 
     @property
     def machine(self) -> str:
-        """The topology's name."""
         return self.topology if isinstance(self.topology, str) else self.topology.name
 
 
@@ -90,36 +104,32 @@ def sizes(begin: int, end: int, factor: int, item: int = 4) -> tuple[int, ...]:
     return tuple(found)
 
 
-def run(settings: Settings, progress: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
+def run(settings: Settings) -> Iterator[Row]:
     """Measure every collective and size; all libraries take turns within each round.
 
-    Calls `progress` with the rows of each. gloo and MPI are left out if they are not
-    installed. Raises CollectiveError.
+    gloo and MPI are left out if they are not installed. Raises CollectiveError.
     """
-    if settings.device == "cuda":
-        return _on_gpus(settings, progress)
-    without = missing("torch", "mpi4py") if settings.peers else []
-    settings = replace(settings, gloo=settings.peers and "torch" not in without)
-    launcher = mpi_launcher() if settings.peers else None
+    peers = settings.peers and settings.device == "cpu"
+    without = missing("torch", "mpi4py") if peers else []
+    settings = replace(settings, gloo=peers and "torch" not in without)
+    launcher = mpi_launcher() if peers else None
     mpi = Mpi(launcher, settings.ranks) if launcher else None
-    rows: list[Row] = []
     before = os.sched_getscheduler(0)
     try:
-        schedule(settings.batch)
+        if settings.device == "cpu":
+            schedule(settings.batch)
         with tempfile.TemporaryDirectory() as folder:
             for i, (kind, size) in enumerate(product(settings.collectives, settings.sizes)):
-                store = str(Path(folder) / f"store{i}")
-                found = collectives.spawn(
-                    _rank, settings.ranks, settings.topology, (kind, size, settings, store, mpi),
-                    timeout=120.0,
-                )  # fmt: skip
-                rows += found[0]
-                progress(found[0])
+                fn, last = (_rank, mpi) if settings.device == "cpu" else (torch_rank, "cuda")
+                yield from collectives.spawn(
+                    fn, settings.ranks, settings.topology,
+                    (kind, size, settings, f"{folder}/store{i}", last), timeout=120.0,
+                    device=settings.device,
+                )[0]  # fmt: skip
     finally:
         os.sched_setscheduler(0, before, os.sched_param(0))
         if mpi:
             mpi.close()
-    return rows
 
 
 def ours(comm: Any, kind: str, x: Any, out: Any, count: int, op: str = "sum") -> Callable[[], Any]:
@@ -142,58 +152,60 @@ def ours(comm: Any, kind: str, x: Any, out: Any, count: int, op: str = "sum") ->
 def _rank(
     rank: int, kind: str, size: int, settings: Settings, store: str, mpi: Mpi | None
 ) -> list[Row]:
-    comm = get_default()
+    comm, count = get_default(), size // 4
     schedule(settings.batch)
     compared = settings.gloo and kind != "allgatherv"
     gloo = Gloo(rank, comm.size, store, settings.batch) if compared else None
-    mine, want = (of(kind, rank, comm.size, size // 4) for of in (given, wanted))
-    shape = room(kind, comm.size, size // 4)
+    mine, shape = given(kind, rank, comm.size, count), room(kind, comm.size, count)
     private = mine.copy(), np.empty(shape, np.float32)
     shared = comm.empty(mine.shape), comm.empty(shape)
-    iterations = max(2, min(20, BUDGET_BYTES // max(size * 8, 1)))
-
-    def libraries() -> Iterator[tuple[str, Any, Callable[[], Any], bool]]:
-        """(name, (input, output), call, whether under SCHED_BATCH)"""
-        yield "linkweave", private, ours(comm, kind, *private, size // 4), settings.batch
-        yield "linkweave empty", shared, ours(comm, kind, *shared, size // 4), settings.batch
-        if gloo is not None:
-            call = by_torch(kind, *private, size // 4, gloo.batch)
-            yield "gloo", private, call, settings.batch
-        if gloo is not None and settings.batch:
-            call = by_torch(kind, *private, size // 4, gloo.default)
-            yield "gloo default", private, call, False
-
-    found: dict[str, list[list[float]]] = {}
-    wrong: dict[str, int] = {}
-    states = [_state(comm)]
-    for number in range(settings.rounds + 1):  # round 0 checks the results and is not timed
-        for name, (x, out), call, batch in libraries():
-            schedule(batch)
-
-            def prepare(x: Any = x) -> None:
-                x[...] = mine
-
-            out[...] = -1
-
-            times = np.array(timed(call, prepare, comm.barrier, iterations if number else 1))
-            schedule(settings.batch)
-            result = x if kind in IN_PLACE else out
-            wrong[name] = wrong.get(name, 0) + _wrong(comm, result, want)
-            comm.allreduce(times, "max")
-            if number:
-                found.setdefault(name, []).append(times.tolist())
-        if mpi is not None:
-            if rank == 0:
-                slowest, bad_mpi = mpi.time(kind, size, iterations if number else 1)
-                wrong[mpi.name] = wrong.get(mpi.name, 0) + bad_mpi
-                if number:
-                    found.setdefault(mpi.name, []).append(slowest)
-            comm.barrier()
-        states.append(_state(comm))
+    libraries = [
+        ("linkweave", private, ours(comm, kind, *private, count), settings.batch),
+        ("linkweave empty", shared, ours(comm, kind, *shared, count), settings.batch),
+    ]
+    if gloo is not None:
+        call = by_torch(kind, *private, count, gloo.batch)
+        libraries.append(("gloo", private, call, settings.batch))
+        if settings.batch:
+            call = by_torch(kind, *private, count, gloo.default)
+            libraries.append(("gloo default", private, call, False))
+    rows = _measured(comm, kind, size, settings, libraries, lambda x: np.copyto(x, mine), mpi)
     if gloo is not None:
         gloo.close()
+    return rows
+
+
+def _measured(
+    comm: Any, kind: str, size: int, settings: Settings, libraries: Sequence[Library],
+    fill: Callable[[Any], Any], mpi: Mpi | None = None, peer: str = "gloo",
+) -> list[Row]:  # fmt: skip
+    """The rows on rank 0 of all libraries, which take turns; `fill` prepares an input."""
+    want = wanted(kind, comm.rank, comm.size, size // 4)
+    iterations = max(2, min(20, BUDGET_BYTES // max(size * 8, 1)))
+    found: dict[str, list[list[float]]] = defaultdict(list)
+    wrong: Counter[str] = Counter()
+    on_cpu = settings.device == "cpu"
+    states = [_state(comm)] if on_cpu else []
+    for number in range(settings.rounds + 1):  # round 0 checks the results and is not timed
+        calls = iterations if number else 1
+        for name, (x, out), call, batch in libraries:
+            out[...] = -1
+            schedule(batch)
+            times = np.array(timed(call, partial(fill, x), comm.barrier, calls))
+            schedule(settings.batch)
+            wrong[name] += _wrong(comm, x if kind in IN_PLACE else out, want)
+            comm.allreduce(times, "max")
+            found[name].append(times.tolist())
+        if mpi is not None:
+            if comm.rank == 0:
+                slowest, bad = mpi.time(kind, size, calls)
+                wrong[mpi.name] += bad
+                found[mpi.name].append(slowest)
+            comm.barrier()
+        states += [_state(comm)] if on_cpu else []
+    timed_only = {name: rounds[1:] for name, rounds in found.items()}
     told = [ns for ns in states if ns is not None]
-    return _rows(kind, size, settings, found, wrong, told) if rank == 0 else []
+    return _rows(kind, size, settings, timed_only, wrong, told, peer) if comm.rank == 0 else []
 
 
 def _state(comm: Any) -> float | None:
@@ -206,63 +218,35 @@ def _state(comm: Any) -> float | None:
 
 
 def _wrong(comm: Any, result: Any, want: Any) -> int:
-    """How many elements of all ranks' results are not what each wants."""
-    bad = np.array([0 if want is None else int((result != want).sum())], np.int64)
+    got = result.cpu().numpy() if hasattr(result, "cpu") else result
+    bad = np.array([0 if want is None else int((got != want).sum())], np.int64)
     comm.allreduce(bad)
     return int(bad[0])
-
-
-def _on_gpus(settings: Settings, progress: Callable[[list[Row]], None]) -> list[Row]:
-    """`run` with torch tensors of CUDA, a process a GPU."""
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for i, (kind, size) in enumerate(product(settings.collectives, settings.sizes)):
-            found = collectives.spawn(
-                torch_rank, settings.ranks, settings.topology,
-                (kind, size, settings, f"{folder}/store{i}"), timeout=120.0, device="cuda",
-            )  # fmt: skip
-            rows += found[0]
-            progress(found[0])
-    return rows
 
 
 def torch_rank(
     rank: int, kind: str, size: int, settings: Settings, store: str, device: str = "cuda",
     backend: str = "nccl",
 ) -> list[Row]:  # fmt: skip
-    """One rank of `_on_gpus`. A call's time ends when the GPU has done it."""
+    """A rank with torch tensors, beside NCCL. A call's time ends when the GPU has done it."""
     import torch
     import torch.distributed as dist
 
-    comm = get_default()
+    comm, count = get_default(), size // 4
     files = dist.FileStore(store, comm.size)
     dist.init_process_group(backend, store=files, rank=rank, world_size=comm.size)
-    mine, want = (of(kind, rank, comm.size, size // 4) for of in (given, wanted))
-    x = torch.from_numpy(mine).to(device, copy=True)
-    out = torch.empty(room(kind, comm.size, size // 4), device=device)
-    calls = {"linkweave": ours(comm, kind, x, out, size // 4),
-             backend: by_torch(kind, x, out, size // 4)}  # fmt: skip
+    mine = torch.from_numpy(given(kind, rank, comm.size, count))
+    x, out = mine.to(device, copy=True), torch.empty(room(kind, comm.size, count), device=device)
     done = torch.cuda.synchronize if device == "cuda" else int
-    iterations = max(2, min(20, BUDGET_BYTES // max(size * 8, 1)))
-    found: dict[str, list[list[float]]] = {}
-    wrong: dict[str, int] = {}
-
-    def prepare() -> None:
-        x.copy_(torch.from_numpy(mine))
-        done()
-
-    for number in range(settings.rounds + 1):  # round 0 checks the results and is not timed
-        for name, call in calls.items():
-            out.fill_(-1)
-            times = np.array(timed(lambda call=call: (call(), done()), prepare, comm.barrier,
-                                   iterations if number else 1))  # fmt: skip
-            result = (x if kind in IN_PLACE else out).cpu().numpy()
-            wrong[name] = wrong.get(name, 0) + _wrong(comm, result, want)
-            comm.allreduce(times, "max")
-            if number:
-                found.setdefault(name, []).append(times.tolist())
+    calls = {"linkweave": ours(comm, kind, x, out, count), backend: by_torch(kind, x, out, count)}
+    libraries = [
+        (name, (x, out), lambda call=call: (call(), done()), False) for name, call in calls.items()
+    ]
+    rows = _measured(
+        comm, kind, size, settings, libraries, lambda x: (x.copy_(mine), done()), peer=backend
+    )
     dist.destroy_process_group()
-    return _rows(kind, size, settings, found, wrong, [], backend) if rank == 0 else []
+    return rows
 
 
 def _rows(
@@ -301,25 +285,18 @@ def _rows(
     return rows
 
 
-def as_json_text(settings: Settings, rows: list[Row]) -> str:
-    """JSON of the figures and of what they depend on."""
+def about(settings: Settings) -> dict[str, Any]:
+    """What the figures depend on."""
     gpu = ""
     if settings.device == "cuda":
         from linkweave.collectives.distributed.engine import model
 
         gpu = model()
-    report = {
-        "benchmark": "collectives",
-        "ranks": settings.ranks,
-        "topology": settings.machine,
-        "device": settings.device,
-        "gpu": gpu,
-        "rounds": settings.rounds,
+    return {
+        "benchmark": "collectives", "ranks": settings.ranks, "topology": settings.machine,
+        "device": settings.device, "gpu": gpu, "rounds": settings.rounds,
         "sched_batch": settings.batch,
-        "machine": machine(),
-        "rows": [asdict(row) for row in rows],
-    }
-    return json.dumps(report, indent=1)
+    }  # fmt: skip
 
 
 _COLUMNS = (
@@ -329,7 +306,6 @@ _COLUMNS = (
 
 
 def header(settings: Settings) -> str:
-    """What was run, on what, and the columns with their units."""
     info = machine()
     versions = ", ".join(f"{k} {v}" for k, v in info["versions"].items())
     batch = "SCHED_BATCH" if settings.batch else "default scheduling"
@@ -353,16 +329,3 @@ def header(settings: Settings) -> str:
         f"# and back in less than {NEAR_NS} ns)",
         _COLUMNS.format("x gloo"),
     ])  # fmt: skip
-
-
-def line(row: Row) -> str:
-    """One library at one size; GB/s are decimal."""
-    ratio = f"{row.ratio:8.2f}" if row.ratio is not None else f"{'-':>8}"
-    model = f"{'-':>10}{'-':>7}"
-    if row.model_us is not None:
-        error = (row.model_us - row.time_us) / row.time_us
-        model = f"{row.model_us:10.1f}{error:7.0%}"
-    return (
-        f"{row.collective:14}{row.size:11}  {row.library[:16]:16}{row.time_us:10.1f}"
-        f"{row.algbw:8.2f}{row.busbw:8.2f}{row.wrong:8}{ratio}{model}  {row.state.split(',')[0]}"
-    )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress
 
 from linkweave.bench.command.options import (
     BatchOption,
@@ -24,7 +22,6 @@ from linkweave.bench.command.options import (
     TopologyOption,
     WorkersOption,
     at_least,
-    console,
     parse_size,
     sane,
     tell,
@@ -142,19 +139,20 @@ def _collectives(
     kinds: tuple[str, ...], ranks: int, swept: tuple[str, str, int], rounds: int, topo: str,
     batch: bool, peers: bool, out: Path | None, as_json: bool, device: str = "cpu",
 ) -> None:  # fmt: skip
-    """Measure these collectives and tell of it."""
-    from linkweave.bench.collectives import Settings, as_json_text, header, line, run
+    from linkweave.bench import collectives as measured
     from linkweave.collectives.settings import topology_for
 
     at_least(("-n", ranks, 1), ("-r", rounds, 1))
     sizes = sweep(*swept, item=4 if kinds == ("allreduce",) else 4 * ranks)  # whole blocks
     machine = topo if device == "cuda" else topology_for(topo, ranks)
-    settings = Settings(
+    settings = measured.Settings(
         ranks, sizes, machine, rounds, batch, peers, collectives=kinds, device=device
     )
-    rows = _told(
-        settings, run, header, lambda rows: "\n".join(map(line, rows)), as_json_text, out, as_json
-    )
+    writable(out=out)
+    rows = tell(
+        measured, partial(measured.run, settings), out, as_json,
+        header=measured.header(settings), **measured.about(settings),
+    )  # fmt: skip
     if wrong := sum(row.wrong for row in rows):
         raise CollectiveError(f"{wrong} elements were wrong")
 
@@ -171,13 +169,16 @@ def algorithms(
     as_json: JsonOption = False,
 ) -> None:
     """All-reduce by every algorithm (several minutes)."""
-    from linkweave.bench.algorithms import Settings, as_json_text, header, line, run
+    from linkweave.bench import algorithms as measured
     from linkweave.collectives.settings import topology_for
+    from linkweave.topology.timings import FORMAT
 
     at_least(("-n", ranks, 2), ("-r", rounds, 1))
-    swept = sweep(begin, end, factor)
-    settings = Settings(ranks, swept, topology_for("auto", ranks), rounds, batch)
-    _told(settings, run, header, line, as_json_text, out, as_json)
+    machine = topology_for("auto", ranks)
+    settings = measured.Settings(ranks, sweep(begin, end, factor), machine, rounds, batch)
+    about = {"format": FORMAT, "version": 1, "topology": machine.name}
+    header = measured.header(settings)
+    tell(measured, partial(measured.run, settings), out, as_json, header=header, **about)
 
 
 ElementsOption = Annotated[int, typer.Option("-m", "--elements", help="Elements (float32).")]
@@ -186,8 +187,6 @@ ThreadsOption = Annotated[int, typer.Option("-j", "--threads", help="Threads, ou
 
 
 def _of_a_row(name: str, what: str) -> None:
-    """Add a command that measures a kernel of one row."""
-
     def command(
         elements: ElementsOption = 25_000_000, density: DensityOption = 0.001,
         threads: ThreadsOption = 1, rounds: RoundsOption = 5, out: OutOption = None,
@@ -271,39 +270,9 @@ def network(
 
 
 def _sparse(name: str, out: Path | None, as_json: bool, *arguments: Any) -> None:
-    """Print and write what that function of `bench.sparse` measures."""
     from linkweave.bench import sparse
 
     tell(sparse, lambda: list(getattr(sparse, name)(*arguments)), out, as_json)
-
-
-def _told(
-    settings: Any, run: Callable[..., list[Any]], header: Callable[[Any], str],
-    line: Callable[[Any], str], as_json_text: Callable[[Any, list[Any]], str], out: Path | None,
-    as_json: bool,
-) -> list[Any]:  # fmt: skip
-    """What `run` measures: printed size by size (or as JSON in the end), and written to `out`."""
-    writable(out=out)
-    if not as_json:
-        print(header(settings), flush=True)  # before the fork, or the ranks print it as well
-    # no refreshing thread: `spawn` forks only where this process runs no other thread
-    hidden = not console.is_terminal
-    with Progress(console=console, transient=True, auto_refresh=False, disable=hidden) as progress:
-        task = progress.add_task("measuring", total=len(settings.sizes))
-        progress.refresh()
-
-        def done(found: Any) -> None:
-            if not as_json:
-                print(line(found), flush=True)
-            progress.update(task, advance=1, refresh=True)
-
-        rows = run(settings, done)
-    text = as_json_text(settings, rows)
-    if as_json:
-        print(text)
-    if out:
-        out.write_text(text + "\n")
-    return rows
 
 
 ExchangeOption = Annotated[
@@ -332,29 +301,15 @@ def convergence(
     epoch_steps: Annotated[
         int | None, typer.Option(help="Steps of each epoch of the warm-up; default: a real epoch.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the curves to this PNG file.")] = None,
     out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Accuracy or loss with gTop-k, beside dense (2 min)."""
     from linkweave.bench import convergence as measured
-    from linkweave.bench.timing import machine
 
     at_least(("-n", ranks, 2), ("--steps", steps, 1), ("--seeds", seeds, 1),
              ("--epoch-steps", 1 if epoch_steps is None else epoch_steps, 1))  # fmt: skip
-    writable(png=png, out=out)
-    if not as_json:
-        print(measured.HEADER, flush=True)  # before the fork, or the ranks print it as well
-    rows = []
-    for row in measured.convergence(task, ranks, exchange, steps, seeds, rate, epoch_steps):
-        rows.append(row)
-        if not as_json:
-            print(row, flush=True)
-    text = json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
-    print(text if as_json else measured.LEGEND)
-    if out:
-        out.write_text(text + "\n")
-    if png:
-        measured.draw(rows, png)
+    train = partial(measured.convergence, task, ranks, exchange, steps, seeds, rate, epoch_steps)
+    tell(measured, train, out, as_json)
 
 
 def ddp(
@@ -459,30 +414,14 @@ def gtopk(
     hook: Annotated[
         list[str] | None, typer.Option(help="Only this one, beside dense; may be repeated.")
     ] = None,
-    accuracy: Annotated[
-        float | None,
-        typer.Option(help="Instead of rounds, train a CNN on digits, padded to the model's number "
-                     "of values, by dense and by gTop-k, until it has this accuracy, such as 0.95. "
-                     "It learns quickly at --density 0.01."),
-    ] = None,
     rounds: RoundsOption = 7, scheduling: BatchOption = True, out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Gradients by gTop-k and other hooks of DDP, on all ranks (1 min)."""
     sane(1, density, ("-r", rounds, 1))
-    measured: Any
-    if accuracy is None:
-        from linkweave.bench import gtopk as measured
+    from linkweave.bench import gtopk as measured
 
-        measure = partial(measured.measure, model, density, rounds, scheduling, hook or ())
-    elif hook:
-        raise CollectiveError("--hook does not go with --accuracy, which tries dense and gTop-k")
-    elif not 0 < accuracy <= 1:
-        raise CollectiveError(f"--accuracy must be above 0 and at most 1, not {accuracy:g}")
-    else:
-        from linkweave.bench import gtopk_accuracy as measured
-
-        measure = partial(measured.measure, model, density, accuracy, scheduling)
+    measure = partial(measured.measure, model, density, rounds, scheduling, hook or ())
     tell(measured, measure, out, as_json, joins=True)
 
 

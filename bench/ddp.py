@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +22,7 @@ import numpy as np
 
 from linkweave import collectives
 from linkweave.bench.command.options import install
-from linkweave.bench.peers import Gloo
+from linkweave.bench.peers import Gloo, timed
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.calls.default import get_default
@@ -67,8 +65,6 @@ class Row:
 
 
 class Trained:
-    """A model that is trained over one process group, or by each rank on its own."""
-
     def __init__(self, group: Any, width: int) -> None:
         import torch
         from torch import nn
@@ -79,6 +75,7 @@ class Trained:
         self._model = self._wrapped(self._layers)
         self._optimizer = torch.optim.SGD(self._model.parameters(), 0.01)
         self._x = torch.randn(BATCH, width) + get_default().rank
+        self.forget = self._optimizer.zero_grad  # so that each call that is timed has the same work
         self.step()
         self.step()
 
@@ -93,10 +90,6 @@ class Trained:
         self.backward()
         self._optimizer.step()
 
-    def forget(self) -> None:
-        """Drop the gradients, so that each call that is timed has the same work."""
-        self._optimizer.zero_grad()
-
     def weights(self) -> Any:
         import torch
 
@@ -108,8 +101,6 @@ def _whole(parameter: Any) -> Any:
 
 
 class Replicated(Trained):
-    """By DDP."""
-
     def _wrapped(self, layers: Any) -> Any:
         from torch import nn
 
@@ -131,8 +122,6 @@ class Replicated(Trained):
 
 
 class Silent(Replicated):
-    """By DDP, without its all-reduces."""
-
     def _wrapped(self, layers: Any) -> Any:
         model = super()._wrapped(layers)
         model.register_comm_hook(None, send_nothing)
@@ -140,8 +129,6 @@ class Silent(Replicated):
 
 
 class Sharded(Trained):
-    """By FSDP2, each layer apart."""
-
     def _wrapped(self, layers: Any) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
@@ -156,7 +143,6 @@ class Sharded(Trained):
 
     @cached_property
     def _layer(self) -> tuple[Any, Any]:
-        """Copies of a layer and of this rank's shard of it."""
         weight = self._layers[0].weight.detach()
         return weight.full_tensor().flatten(), weight.to_local().flatten().clone()
 
@@ -179,14 +165,6 @@ def send_nothing(state, bucket):  # DDP refuses annotations that are text
     return future
 
 
-def _timed(call: Callable[[], None], before: Callable[[], None]) -> float:
-    before()
-    get_default().barrier()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def _rank(rank: int, width: int, rounds: int, store: str, fsdp: bool) -> tuple[Any, list[int]]:
     """Seconds of the slowest rank by [round, backend, what], and the buckets of each backend.
 
@@ -206,10 +184,11 @@ def _rank(rank: int, width: int, rounds: int, store: str, fsdp: bool) -> tuple[A
     times = np.zeros((rounds, len(groups), 4))
     for number in rounds_of(rounds, rank == 0):
         for at, one in enumerate(trained):
+            calls = (one.step, one), (one.backward, one), (silent.backward, silent)
             times[number, at] = [
-                _timed(one.step, one.forget), _timed(one.backward, one.forget),
-                _timed(silent.backward, silent.forget), _timed(one.collectives, one.forget),
-            ]  # fmt: skip
+                timed(call, of.forget, comm.barrier, 1)[0]
+                for call, of in (*calls, (one.collectives, one))
+            ]
     _check([one.weights() for one in trained])
     comm.allreduce(times, "max")
     gloo.close()

@@ -51,8 +51,6 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians over rounds; `LEGEND` explains them."""
-
     rows: int
     table_share: float
     ranks: int
@@ -74,8 +72,6 @@ class Row:
 
 
 class Model(nn.Module):
-    """Two layers of an LSTM that predict the next word of each."""
-
     def __init__(self, table: Any, words: int) -> None:
         super().__init__()
         self.table = table
@@ -143,8 +139,6 @@ if find_spec("torchrec"):
 
 
 class _Trained:
-    """A model that trains on all ranks, and its batches."""
-
     def __init__(self, way: Way, comm: Any, rows: int, words: int, batches: Any) -> None:
         torch.manual_seed(0)
         self._prefetched = way.prefetched
@@ -162,12 +156,10 @@ class _Trained:
         self.forget()
 
     def forget(self) -> None:
-        """Measure from now on."""
         self.times: list[float] = []  # seconds of a step, of each block
         self.sent = 0  # bytes
 
     def block(self) -> None:
-        """Make STEPS steps."""
         dist.barrier()
         before, batches = sent_bytes(), islice(self._batches, STEPS)
         mine = seconds_of(self._wrapped, self._optimizer, batches, self.losses)

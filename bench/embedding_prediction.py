@@ -1,6 +1,6 @@
 """Predicted steps of a model with a sharded embedding before its layers.
 
-One compute queue and one network, each with one task at a time (`reproduce.embrace_step`). Layers
+One compute queue and one network, each with one task at a time (`reproduce.embrace_model`). Layers
 take the seconds of the schedule's profile, dense gradients those of all-reduces on its network, and
 rows those of messages of as many bytes as were sent.
 """
@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import mean
 
-from linkweave.bench.reproduce.embrace_step import FIRST, LAST, STEPS, Tasks, period
+from linkweave.bench.reproduce.embrace_model import FIRST, LAST, STEPS, Tasks, period
 from linkweave.collectives.overlap import Network, Schedule
 from linkweave.collectives.training import ShardedEmbedding
 
-Seconds = Mapping[str, float]
-"""What each op of an embedding's lane takes, by name."""
+Seconds = Mapping[str, float]  # what each op of an embedding's lane takes, by name
 
 
 def row_seconds(embedding: ShardedEmbedding, network: Network) -> dict[str, float]:

@@ -61,7 +61,6 @@ def _core(meter: Meter, libraries: Sequence[Arrays]) -> Iterator[Row]:
     yield row("device copy against 35 N, 8 ranks", 10, plans.bandwidth, meter, 256 * MIB)
     yield row("latency 8 KiB", 3, plans.latency, meter)
     yield row("latency of a hop", 3, plans.hop, meter)
-    yield row("tick of the clock", 3, plans.tick, cupy)
     for n, seconds in EMULATED:
         yield row(f"emulated links {n} MiB", seconds, plans.overlap, meter, n * MIB, plans.LINK)
     if last.name == "torch":
@@ -75,10 +74,6 @@ def _core(meter: Meter, libraries: Sequence[Arrays]) -> Iterator[Row]:
         for n, seconds in ((2, 12), (3, 6), (8, 11)):
             yield row(f"threads, {arrays.name}, {n} ranks", seconds,
                       run_ranks, arrays, n, (1, 2048, 250_000), True)  # fmt: skip
-    yield row("sweep of settings", 25, plans.sweep, meter, 64 * MIB)
-    for n in (8, 64, 512):
-        yield row(f"sweep of settings, {n} KiB", 3, plans.sweep,
-                  meter, n << 10, plans.SHORT_GRID, "auto")  # fmt: skip
     yield row("dequeue of a gradient queue", 4, dequeue, meter, 16 * MIB)
     for arrays in libraries:
         for n in (2, 8):
@@ -114,7 +109,6 @@ def _ipc(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
 
 
 def described(meter: Meter) -> Result:
-    """The GPU, its driver, and how many there are."""
     return {**meter.device.describe(), "gpus": CudaDriver().count()}
 
 

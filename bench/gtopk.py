@@ -45,8 +45,6 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians over rounds; `LEGEND` explains them."""
-
     model: str
     values: int
     ranks: int
@@ -63,8 +61,7 @@ class Row:
         )
 
 
-Layers = Sequence[Sequence[torch.Size]]
-"""The shapes of the parameters of each layer."""
+Layers = Sequence[Sequence[torch.Size]]  # the shapes of the parameters of each layer
 
 
 class _Copied(torch.autograd.Function):
@@ -96,7 +93,6 @@ Hook = Callable[[], tuple[Any, Any]]
 
 
 def hooks(density: float) -> dict[str, Hook | None]:
-    """The hooks by name, each made anew for its DDP."""
     return {
         "nothing sent": lambda: (None, send_nothing),
         "dense": None,
@@ -111,8 +107,6 @@ def hooks(density: float) -> dict[str, Hook | None]:
 
 
 class _Stepped:
-    """A model of layers of these values under DDP with a hook."""
-
     def __init__(
         self, layers: Sequence[Sequence[torch.Tensor]], hook: Hook | None, bucket_mb: int | None
     ) -> None:
@@ -125,7 +119,6 @@ class _Stepped:
         self._x = torch.zeros(1, requires_grad=True)
 
     def step(self) -> float:
-        """Forward and backward of the slowest rank, in seconds."""
         dist.barrier()
         start = time.perf_counter()
         self._ddp(self._x).sum().backward()

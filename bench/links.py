@@ -30,7 +30,6 @@ LOOKS = 1 << 30  # minutes: other ranks need the cores as well
 
 
 def pairs(ranks: int) -> Iterator[tuple[int, int]]:
-    """Every ordered pair, in the order they are measured."""
     return permutations(range(ranks), 2)
 
 
@@ -169,7 +168,6 @@ def measure_gpu(rounds: int) -> LinkFigures:
 
 
 def table(figures: LinkFigures) -> str:
-    """Matrices of GB/s and us."""
     ranks = sorted({p.src for p in figures.pairs} | {p.dst for p in figures.pairs})
     by_ends = {(p.src, p.dst): p for p in figures.pairs}
     lines = []

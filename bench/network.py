@@ -36,8 +36,6 @@ LEGEND = "gloo: all ranks by torch.distributed, by turns; x gloo: the median of 
 
 @dataclass(frozen=True)
 class Row:
-    """The median call of a size, its prediction, and gloo's; `ratio` is of gloo's time to ours."""
-
     collective: str
     op: str
     nbytes: int

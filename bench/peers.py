@@ -187,7 +187,6 @@ Array = np.ndarray[Any, Any]
 
 
 def pattern(rank: int, count: int) -> Array:
-    """Small integers, whose sums are exact."""
     return (np.arange(count) % 251).astype(np.float32) + np.float32(rank)
 
 
@@ -217,7 +216,6 @@ def given(kind: str, rank: int, size: int, count: int) -> Array:
 
 
 def room(kind: str, size: int, count: int) -> tuple[int, ...]:
-    """The shape of the output; of nothing where a call works in place."""
     if kind in IN_PLACE:
         return (0,)
     if kind.endswith("v"):

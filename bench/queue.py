@@ -26,8 +26,6 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians over the rounds, of the slowest rank; `LEGEND` explains them."""
-
     ranks: int
     nbytes: int
     layers: int
@@ -50,7 +48,6 @@ class Row:
 def _rank(
     rank: int, nbytes: int, layers: int, algorithms: Sequence[str], rounds: int
 ) -> list[list[float]]:
-    """Medians of this rank in seconds, for each algorithm."""
     schedule(True)
     comm = get_default()
     count = nbytes // 4

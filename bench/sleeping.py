@@ -115,8 +115,6 @@ def scaled(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A policy's step: the prediction, and the median of the slowest rank."""
-
     policy: str
     predicted_ms: float
     measured_ms: float
@@ -146,7 +144,6 @@ def plans(
 
 
 def even(profile: overlap.Profile) -> overlap.Profile:
-    """The profile with the same backward time for each tensor."""
     each = profile.backward_s / len(profile.layers)
     return replace(
         profile, layers=tuple(replace(layer, backward_s=each) for layer in profile.layers)

@@ -28,15 +28,12 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A policy's step: the prediction, and the median of the slowest rank."""
-
     policy: str
     prefetched: bool
     predicted_ms: float
     measured_ms: float
     chained: bool
-    row_ms: dict[str, float]
-    """What the network takes for each op of the embedding's lane."""
+    row_ms: dict[str, float]  # what the network takes for each op of the embedding's lane
 
     def __str__(self) -> str:
         error = self.measured_ms / self.predicted_ms - 1
@@ -47,8 +44,6 @@ class Row:
 
 
 class _Model(nn.Module):
-    """An embedding, and then the layers of a profile."""
-
     def __init__(self, table: Any, layers: nn.Sequential) -> None:
         super().__init__()
         self.table, self.layers = table, layers

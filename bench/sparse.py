@@ -28,8 +28,6 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One implementation; `LEGEND` explains `times_ours` and `of_floor`."""
-
     what: str
     elements: int
     k: int
@@ -139,7 +137,6 @@ def topk(elements: int, density: float, threads: int, rounds: int) -> Iterator[R
 
 
 def sparsify(elements: int, density: float, threads: int, rounds: int) -> Iterator[Row]:
-    """Sparsify with a residual, beside the torch calls that it replaces."""
     rng = np.random.default_rng(0)
     grad = rng.standard_normal(elements, np.float32)
     residual = rng.standard_normal(elements, np.float32)

@@ -19,11 +19,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from linkweave.bench.command.options import install
-from linkweave.bench.train_models import digits_cnn, digits_mlp, word_lstm, word_transformer
+from linkweave.bench.train_models import WordLstm, WordTransformer, digits_cnn, digits_mlp
 from linkweave.collectives import CollectiveError
 
-Samples = tuple[NDArray[Any], NDArray[np.int64]]
-"""Inputs and their classes, a row for each sample."""
+Samples = tuple[NDArray[Any], NDArray[np.int64]]  # inputs and their classes, a row for each sample
 TOKENS = 32  # of a sample of text
 VOCABULARY = 1000
 CHUNK = 64  # samples that are tested at once: a chunk of text has 8 MB of logits
@@ -56,7 +55,6 @@ class Task:
     optimizer: Optimizer = sgd
 
     def judge(self, model: nn.Module) -> float:
-        """The accuracy in percent, or the loss, over the samples that are not trained on."""
         x, y = (torch.from_numpy(part) for part in self.test)
         found = 0.0
         with torch.no_grad():
@@ -110,11 +108,11 @@ def bible() -> tuple[Samples, Samples]:
 
 
 def lstm(_: int) -> Task:
-    return Task(*bible(), partial(word_lstm, VOCABULARY, 64), 32, 2.0, TOKENS, False)
+    return Task(*bible(), partial(WordLstm, VOCABULARY, 64), 32, 2.0, TOKENS, False)
 
 
 def transformer(_: int) -> Task:
-    model = partial(word_transformer, VOCABULARY, TOKENS)
+    model = partial(WordTransformer, VOCABULARY, TOKENS)
     return Task(*bible(), model, 32, 3e-3, TOKENS, False, torch.optim.AdamW)
 
 
@@ -137,7 +135,6 @@ def bible_words() -> list[str]:
 
 
 def numbered(words: Sequence[str]) -> NDArray[np.int64]:
-    """Each word by the rank of its frequency, from 0."""
     numbers = {word: n for n, (word, _) in enumerate(Counter(words).most_common())}
     return np.array([numbers[word] for word in words], np.int64)
 

@@ -32,7 +32,6 @@ class Link:
         self._made = 0
 
     def begin(self, nbytes: float) -> int:
-        """Begin a transmission, and return its number."""
         with self._changed:
             self._advance()
             self._made += 1
@@ -54,7 +53,6 @@ class Link:
                 self._changed.notify_all()
 
     def _pace(self) -> float:
-        """Seconds that a byte of each takes."""
         return self._network.seconds_per_byte * self._network.crowding(max(1, len(self._left)))
 
     def _advance(self) -> None:
@@ -125,8 +123,6 @@ class Throttled(OverCommunicator):
 
 
 class _Stream:
-    """A gradient queue over the network."""
-
     def __init__(
         self, queue: Queue, link: Link, number: int, item: int, sizes: Sequence[int]
     ) -> None:

@@ -51,6 +51,5 @@ def machine() -> dict[str, Any]:
 
 
 def sent_bytes() -> int:
-    """Bytes that the network interfaces of this machine have sent, but for the loopback."""
     counters = Path("/sys/class/net").glob("*/statistics/tx_bytes")
     return sum(int(path.read_text()) for path in counters if path.parts[4] != "lo")

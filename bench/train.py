@@ -46,8 +46,6 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians over blocks; `LEGEND` explains them."""
-
     model: str
     nbytes: int
     batch: int
@@ -90,7 +88,6 @@ class _Trained:
         other.losses.clear()
 
     def block(self) -> float:
-        """Make STEPS steps. Returns the seconds of one."""
         torch.set_rng_state(self._state)
         batches = [self._draw() for _ in range(STEPS)]
         self._state = torch.get_rng_state()
@@ -114,7 +111,6 @@ def seconds_of(model: Any, optimizer: Any, batches: Iterable[Any], losses: list[
 
 
 def over_ranks(seconds: float) -> float:
-    """The mean over all ranks."""
     total = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()

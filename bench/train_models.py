@@ -11,23 +11,28 @@ Made = tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]
 """A model that gives logits [n, classes], and what draws a batch of inputs and classes."""
 
 
-class _Block(nn.Module):
-    """Two convolutions beside a shortcut (He et al., Deep residual learning, figure 2)."""
+class _Residual(nn.Module):
+    """Convolutions beside a shortcut."""
 
-    def __init__(self, before: int, width: int, stride: int) -> None:
+    def __init__(self, before: int, after: int, stride: int, *body: nn.Module) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
-        )  # fmt: skip
-        self.shortcut = nn.Sequential()
-        if stride != 1:
+        self.body, self.shortcut = nn.Sequential(*body), nn.Sequential()
+        if before != after:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+                nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
             )
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.body(x) + self.shortcut(x)).relu()
+
+
+def _block(before: int, width: int, stride: int) -> nn.Module:
+    """Two convolutions (He et al., Deep residual learning, figure 2)."""
+    return _Residual(
+        before, width, stride,
+        nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+    )  # fmt: skip
 
 
 def resnet18(batch: int, size: int = 64) -> Made:
@@ -38,7 +43,7 @@ def resnet18(batch: int, size: int = 64) -> Made:
     ]  # fmt: skip
     width = 64
     for wide, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-        layers += [_Block(width, wide, stride), _Block(wide, wide, 1)]
+        layers += [_block(width, wide, stride), _block(wide, wide, 1)]
         width = wide
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
     return model, lambda: (torch.randn(batch, 3, size, size), torch.randint(1000, (batch,)))
@@ -94,24 +99,14 @@ def vgg16() -> nn.Module:
     return nn.Sequential(*layers, *head)
 
 
-class _Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut (the same, figure 5)."""
-
-    def __init__(self, before: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width),
-        )  # fmt: skip
-        self.shortcut = nn.Sequential()
-        if before != 4 * width:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(before, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.body(x) + self.shortcut(x)).relu()
+def _bottleneck(before: int, width: int, stride: int) -> nn.Module:
+    """Three convolutions (the same, figure 5)."""
+    return _Residual(
+        before, 4 * width, stride,
+        nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width),
+    )  # fmt: skip
 
 
 def resnet50() -> nn.Module:
@@ -122,7 +117,7 @@ def resnet50() -> nn.Module:
     before = 64
     for width, many in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for i in range(many):
-            layers.append(_Bottleneck(before, width, 2 if i == 0 and width > 64 else 1))
+            layers.append(_bottleneck(before, width, 2 if i == 0 and width > 64 else 1))
             before = 4 * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
 
@@ -133,7 +128,7 @@ def resnet20() -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)]
     width = 16
     for wide, stride in ((16, 1), (32, 2), (64, 2)):
-        layers += [_Block(width, wide, stride), _Block(wide, wide, 1), _Block(wide, wide, 1)]
+        layers += [_block(width, wide, stride), _block(wide, wide, 1), _block(wide, wide, 1)]
         width = wide
     return nn.Sequential(*layers, nn.Linear(64, 10))
 
@@ -156,14 +151,15 @@ def digits_cnn(channels: int = 16) -> nn.Module:
 
 
 def digits_mlp() -> nn.Module:
-    """A network for the same images, of three layers: 51,000 parameters."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(),
         nn.Linear(128, 10),
     )  # fmt: skip
 
 
-class _WordLstm(nn.Module):
+class WordLstm(nn.Module):
+    """A language model: an LSTM whose decoder is tied to the embedding of words."""
+
     def __init__(self, words: int, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
@@ -177,13 +173,10 @@ class _WordLstm(nn.Module):
         return self.decoder(self.lstm(self.embedding(x))[0]).flatten(0, 1)
 
 
-def word_lstm(words: int, width: int) -> nn.Module:
-    """A language model: an LSTM whose decoder is tied to the embedding of words."""
-    return _WordLstm(words, width)
+class WordTransformer(nn.Module):
+    """Two layers that see what comes before, whose decoder is tied to the embedding of words."""
 
-
-class _WordTransformer(nn.Module):
-    def __init__(self, words: int, length: int, width: int) -> None:
+    def __init__(self, words: int, length: int, width: int = 64) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
         self.positions = nn.Parameter(0.02 * torch.randn(length, width))
@@ -200,16 +193,11 @@ class _WordTransformer(nn.Module):
         return (self.norm(found) @ self.embedding.weight.T).flatten(0, 1)
 
 
-def word_transformer(words: int, length: int, width: int = 64) -> nn.Module:
-    """A language model: two layers that see what comes before, whose decoder is tied to the
-    embedding of words."""
-    return _WordTransformer(words, length, width)
-
-
 MODELS: dict[str, Callable[[int], Made]] = {
     "resnet18": resnet18, "vgg11": vgg11, "transformer": transformer,
 }  # fmt: skip
 
+# the shapes of the parameters of each layer of a model
 SHAPES: dict[str, Callable[[], list[list[torch.Size]]]] = {
     "vgg16": lambda: _shapes(vgg16),
     "resnet20": lambda: _shapes(resnet20),
@@ -218,4 +206,3 @@ SHAPES: dict[str, Callable[[], list[list[torch.Size]]]] = {
         for name, make in MODELS.items()
     },
 }
-"""The shapes of the parameters of each layer of a model."""

@@ -25,7 +25,7 @@ autodoc_preserve_defaults = True
 nitpicky = True  # types that no page documents: those of other packages, and a few of our own
 nitpick_ignore_regex = [
     ("py:class", r"(collections\.abc|fractions|nn|numpy|os|pathlib|torch)\..*"),
-    ("py:class", r".*\.(Arena|GpuId|HostCalls|Machines|Piece|PlanLike|Row|Settings|Sparse|Step)"),
+    ("py:class", r".*\.(Arena|GpuId|HostCalls|Machines|Piece|Row|Settings|Sparse|Step)"),
     ("py:class", r".*\.(Team|Way)"),
 ]
 

@@ -37,8 +37,7 @@ from linkweave.topology.routes import Vertex
 from linkweave.topology.text import gpu_list, number, vertex
 from linkweave.topology.topology import Topology
 
-Found = tuple[Fraction, list[Cut]]
-"""An algbw, and the cuts that hold it up."""
+Found = tuple[Fraction, list[Cut]]  # an algbw, and the cuts that hold it up
 
 _UNLIMITED = 1 << 60
 _FEW = 64  # ranks whose ports are compared one by one
@@ -65,8 +64,7 @@ class Bound:
     over: str
     links: Fraction | None
     assumed: bool = False
-    reduced: bool = False
-    """Whether switches may reduce and multicast what passes."""
+    reduced: bool = False  # whether switches may reduce and multicast what passes
 
     @property
     def algbw(self) -> float:
@@ -234,12 +232,10 @@ def narrowest_partition(network: FlowNetwork) -> Found:
         best = Fraction(sum(cut.capacity for cut in cuts), 2 * (len(cuts) - 1))
         finer = _truncation(network, 2 * best)
         if len(finer) == 1 or sum(cut.capacity for cut in finer) >= 2 * best * (len(finer) - 1):
-            return best, _of_each_rank(network, low) if len(cuts) == len(ranks) else cuts
+            if len(cuts) == len(ranks):
+                cuts = [network.least(rank, low, inside=[rank]) for rank in ranks]
+            return best, cuts
         cuts = finer
-
-
-def _of_each_rank(network: FlowNetwork, low: Mapping[Vertex, Fraction | int]) -> list[Cut]:
-    return [network.least(rank, low, inside=[rank]) for rank in network.ranks]
 
 
 def _truncation(network: FlowNetwork, price: Fraction) -> list[Cut]:

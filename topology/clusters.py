@@ -26,7 +26,8 @@ from linkweave.topology.routes import Vertex, groups
 from linkweave.topology.topology import Topology
 
 _HEAD = re.compile(r"(\d{1,18})\s*[x*]\s*([^\s=]+)\s*(.*)", re.IGNORECASE | re.DOTALL)
-_RATE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GB/s|Gb/s|Gbit/s)")
+_RATE = r"(?=.*[1-9])(\d{1,6}(?:\.\d{1,6})?)\s*(GB/s|Gb/s|Gbit/s)"
+_SOME = r"(?=\d*[1-9])\d{1,6}"  # a number above 0
 _SOLD = {  # by how names begin
     "dgx1": 1, "dgx2": 1, "dgx-a100": 2, "dgx-h100": 4, "dgx-h200": 4, "dgx-b200": 4,
 }  # fmt: skip
@@ -156,7 +157,6 @@ def nodes_of(topology: Topology) -> list[tuple[int, ...]]:
 
 
 def looks_like_cluster(text: str) -> bool:
-    """Whether the text starts with "N x machine"."""
     return bool(_HEAD.match(_plain(text)))
 
 
@@ -185,40 +185,25 @@ def parse_cluster(
         if key in given:
             raise TopologyError(f"{where}{key}= is given twice")
         given[key] = value
+
+    def told(key: str, default: str, pattern: str, hint: str) -> re.Match[str]:
+        text = given.get(key, default)
+        if not (found := re.fullmatch(pattern, text)):
+            raise TopologyError(f"{where}{key}={text!r}: {hint}")
+        return found
+
+    above, below = told(
+        "oversubscription", "1", rf"({_SOME})(?:[:/]({_SOME}))?", "a ratio is like 2, 3:1 or 3/2"
+    ).groups()
+    us = told("latency", "5us", r"(\d{1,9}(?:\.\d{1,9})?)us", "must be like 5us")[1]
+    nic = leaf = None
+    if "nic" in given:
+        rate, unit = told("nic", "", _RATE, "a rate is like 25GB/s or 200Gb/s").groups()
+        nic = int(Fraction(rate) * speeds.GB / (1 if unit == "GB/s" else 8))
+    if "leaf" in given:
+        leaf = int(told("leaf", "", r"\d{1,6}", "must be a number of nodes")[0])
+    ratio = Fraction(int(above), int(below or 1))
     return cluster(
-        load(head[2]),
-        int(head[1]),
-        nics=given.get("nics", "rail"),
-        nic=_rate(given["nic"], where) if "nic" in given else None,
-        leaf=_whole(given["leaf"], where) if "leaf" in given else None,
-        oversubscription=_ratio(given.get("oversubscription", "1"), where),
-        latency_us=_microseconds(given.get("latency", "5us"), where),
-        name=name or plain,
-    )
-
-
-def _rate(text: str, where: str) -> int:
-    found = _RATE.fullmatch(text)
-    if not found or not float(found[1]):
-        raise TopologyError(f"{where}nic={text!r}: a rate is like 25GB/s or 200Gb/s")
-    return int(Fraction(found[1]) * speeds.GB / (1 if found[2] == "GB/s" else 8))
-
-
-def _whole(text: str, where: str) -> int:
-    if not re.fullmatch(r"\d{1,6}", text):
-        raise TopologyError(f"{where}leaf={text!r}: must be a number of nodes")
-    return int(text)
-
-
-def _ratio(text: str, where: str) -> Fraction:
-    found = re.fullmatch(r"(\d{1,6})(?:[:/](\d{1,6}))?", text)
-    if not found or not int(found[1]) or (found[2] and not int(found[2])):
-        raise TopologyError(f"{where}oversubscription={text!r}: a ratio is like 2, 3:1 or 3/2")
-    return Fraction(int(found[1]), int(found[2] or 1))
-
-
-def _microseconds(text: str, where: str) -> float:
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)us", text)
-    if not found:
-        raise TopologyError(f"{where}latency={text!r}: must be like 5us")
-    return float(found[1])
+        load(head[2]), int(head[1]), given.get("nics", "rail"), nic, leaf, ratio, float(us),
+        name or plain,
+    )  # fmt: skip

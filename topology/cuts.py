@@ -70,7 +70,6 @@ class FlowNetwork:
 
     @cached_property
     def alike(self) -> list[tuple[int, ...]]:
-        """Sets of ranks that see equal networks."""
         while True:
             sets: dict[tuple[int, bytes, bytes], list[int]] = {}
             for rank in self.ranks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -181,55 +181,47 @@ def _machine(nvml: Any, shown: list[tuple[Any, GpuId]], notes: list[str]) -> Top
     return assemble(told)
 
 
+def _told(
+    nvml: Any, default: Any, names: tuple[str, ...], ask: Callable[..., Any], *of: Any
+) -> Any:
+    """What the driver answers; the default for errors of these names, or for any without names."""
+    try:
+        return ask(*of)
+    except nvml.NVMLError as error:
+        if names and error.value not in [getattr(nvml, f"NVML_ERROR_{name}") for name in names]:
+            raise
+        return default
+
+
 def _level(nvml: Any, one: Any, two: Any) -> int | None:
     """How far apart two GPUs are on PCIe; None if the driver cannot tell (WSL 2, vGPU)."""
-    try:
-        return _LEVELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(one, two), SYS)
-    except nvml.NVMLError as error:
-        if error.value != nvml.NVML_ERROR_NOT_SUPPORTED:
-            raise
-        return None
+    ask = nvml.nvmlDeviceGetTopologyCommonAncestor
+    found = _told(nvml, None, ("NOT_SUPPORTED",), ask, one, two)
+    return None if found is None else _LEVELS.get(found, SYS)
 
 
 def _remotes(nvml: Any, handle: Any) -> list[str]:
     """The far end of each active NVLink: a bus id, "switch", or "" if it is hidden."""
     remotes = []
+    lacking = ("NOT_SUPPORTED", "INVALID_ARGUMENT")  # this GPU has fewer links
     for link in range(speeds.MOST_NVLINKS):
-        try:
-            if nvml.nvmlDeviceGetNvLinkState(handle, link) != nvml.NVML_FEATURE_ENABLED:
-                continue
-        except nvml.NVMLError as error:
-            if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
-                continue  # this GPU has fewer links
-            raise
-        try:
-            if _is_switch(nvml, handle, link):
-                remotes.append("switch")
-            else:
-                remotes.append(bus_id(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)))
-        except nvml.NVMLError as error:
-            if error.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
-                raise
-            remotes.append("")  # it is up, but what it leads to is not told
+        up = _told(nvml, None, lacking, nvml.nvmlDeviceGetNvLinkState, handle, link)
+        if up == nvml.NVML_FEATURE_ENABLED:
+            remotes.append(_told(nvml, "", lacking, _remote, nvml, handle, link))
     return remotes
 
 
-def _is_switch(nvml: Any, handle: Any, link: int) -> bool:
-    try:
-        kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
-    except nvml.NVMLError as error:
-        if error.value == nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
-            return False  # a driver from before NVSwitch
-        raise
-    return bool(kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
+def _remote(nvml: Any, handle: Any, link: int) -> str:
+    ask = nvml.nvmlDeviceGetNvLinkRemoteDeviceType
+    kind = _told(nvml, None, ("FUNCTION_NOT_FOUND",), ask, handle, link)  # None: before NVSwitch
+    if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+        return "switch"
+    return bus_id(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
 
 
 def _in_mig_mode(nvml: Any, handle: Any) -> bool:
-    try:
-        current, _ = nvml.nvmlDeviceGetMigMode(handle)
-    except nvml.NVMLError:
-        return False  # a GPU that knows no MIG
-    return bool(current)
+    """Whether it is; some GPUs know no MIG."""
+    return bool(_told(nvml, (0, 0), (), nvml.nvmlDeviceGetMigMode, handle)[0])
 
 
 def _numa(bus: str) -> str:

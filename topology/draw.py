@@ -349,7 +349,6 @@ class _Picture:
         return max([middle, *(sum(pair) / 2 for pair in pairwise(xs))], key=room)
 
     def finish(self, title: str) -> tuple[float, float]:
-        """Add title and legend; return the size in inches."""
         self.ax.set(aspect="equal", frame_on=False, xticks=[], yticks=[])
         self.ax.set_title(title, fontsize=12, pad=12)
         handles, labels = self.ax.get_legend_handles_labels()
@@ -360,7 +359,6 @@ class _Picture:
 
 
 def _merged(arrows: Sequence[Arrow]) -> list[Arrow]:
-    """Keep one of each two opposite arrows."""
     found: dict[Arrow, None] = {}
     for arrow in arrows:
         if arrow[::-1] not in found:

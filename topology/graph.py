@@ -28,8 +28,7 @@ class Graph:
     assumptions: tuple[str, ...] = ()
     devices: tuple[GpuId, ...] = ()
     forwarders: tuple[int, ...] = ()
-    timings: tuple[Timing, ...] = ()
-    """Measured times of all-reduces on this machine."""
+    timings: tuple[Timing, ...] = ()  # measured times of all-reduces on this machine
     reducing: tuple[str, ...] = ()
     """Switches that add what several ports send, and copy to several ports, as NVSwitches do from
     Hopper on (NVLS)."""

@@ -96,13 +96,9 @@ class Positions:
         # between a box above the GPUs and one below, the line stands beyond the last GPU
         return (
             right.real - 0.4
-            if a.imag * b.imag < 0 and not self._joins_gpu(src, dst)
+            if a.imag * b.imag < 0 and isinstance(src, str) and isinstance(dst, str)
             else ((left + right).real / 2)
         )
-
-    @staticmethod
-    def _joins_gpu(src: Vertex, dst: Vertex) -> bool:
-        return isinstance(src, int) or isinstance(dst, int)
 
 
 class Star(Positions):
@@ -147,7 +143,6 @@ def lay_out(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions:
 
 
 def star(seats: Sequence[int], middle: str) -> Positions:
-    """Seats on a circle around one box."""
     radius, turn = max(1.6, 0.17 * len(seats)), cmath.exp(-1j * math.tau / len(seats))
     corner = complex(0.35 * radius, 0.09 * radius)
     around = {g: radius * 1j * turn**i for i, g in enumerate(seats)}
@@ -232,8 +227,6 @@ def _in_rows(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions
 
 
 def _add(whole: Positions, one: Positions, shift: float, mirror: float | None) -> None:
-    """Add a node's layout, moved by `shift` and mirrored at the height `mirror`."""
-
     def moved(p: complex) -> complex:
         return complex(p.real + shift, p.imag if mirror is None else mirror - p.imag)
 
@@ -247,7 +240,6 @@ def _add(whole: Positions, one: Positions, shift: float, mirror: float | None) -
 
 
 def _bottom(layout: Positions, links: Iterable[Link], arcs: bool) -> float:
-    """The lowest point of a node."""
     reach = [
         -arc_depth(abs(layout.seats[k.src] - layout.seats[k.dst])) for k in links
         if isinstance(k.src, int) and isinstance(k.dst, int) and k.src in layout.seats

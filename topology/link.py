@@ -8,6 +8,7 @@ from linkweave.topology.checks import integer, number
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.routes import Vertex
 
+# the kinds of link, with the singular and plural that messages use
 KINDS = {
     "nvlink": ("NVLink", "NVLinks"),
     "xgmi": ("xGMI link", "xGMI links"),
@@ -17,9 +18,7 @@ KINDS = {
     "network": ("network link", "network links"),
     "memory": ("memory path", "memory paths"),
 }
-"""The kinds of link, with the singular and plural that messages use."""
-DIRECT = ("nvlink", "xgmi")
-"""Those that are made for GPUs."""
+DIRECT = ("nvlink", "xgmi")  # those that are made for GPUs
 
 FASTEST, _MOST_LINKS, _SLOWEST_US, LARGEST = 10**15, 10**6, 1e12, 10**9 - 1
 

@@ -78,22 +78,15 @@ def _load(spec: str | os.PathLike[str], gpu: str) -> Topology:
     if not _is_text(text) and machine(text.lower()):
         near = [text.lower()]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
+    folder = not _is_text(text) and os.path.isdir(text)
     raise TopologyError(
-        f"unknown machine {_short(text)!r}: {'a folder, no' if _is_folder(text) else 'no such'} "
+        f"unknown machine {text[:200] + '...' * (len(text) > 200)!r}: "
+        f"{'a folder, no' if folder else 'no such'} "
         f"file, and no such name; {hint}names are auto, {', '.join(NAMES)}, N x NAME"
     )
 
 
-def _is_folder(text: str) -> bool:
-    return not _is_text(text) and os.path.isdir(text)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else text[:200] + "..."
-
-
 def _is_text(text: str) -> bool:
-    """Whether this is the content of a file, not a name or path."""
     return "\n" in text or text.lstrip().startswith(("{", "<"))
 
 

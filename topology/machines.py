@@ -113,6 +113,7 @@ def mi300x() -> Topology:
 SWITCH_PLANES = "the NVSwitch planes are drawn as one non-blocking switch"
 
 
+# GPUs; NVLinks of each GPU into NVSwitch; bytes/s of a link
 _SWITCHED = {
     "dgx2": (16, 6, speeds.NVLINK),  # V100
     "dgx-a100": (8, 12, speeds.NVLINK),
@@ -121,7 +122,6 @@ _SWITCHED = {
     "dgx-b200": (8, 18, speeds.nvlink(100)),
     "gb200-nvl72": (72, 18, speeds.nvlink(100)),  # of 18 boards, with 4 GPUs each
 }
-"""GPUs; NVLinks of each GPU into NVSwitch; bytes/s of a link."""
 
 
 def _switched(name: str) -> Topology:

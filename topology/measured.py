@@ -69,7 +69,6 @@ class LinkFigures:
 
 
 def looks_like_p2p(text: str) -> bool:
-    """Whether this is p2pBandwidthLatencyTest's output."""
     return bool(_P2P_BANDWIDTH.search(text))
 
 
@@ -207,7 +206,6 @@ def _parse_p2p(text: str, where: str) -> LinkFigures:
 def _matrix(
     lines: list[str], title: re.Pattern[str], where: str
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """The cells of the matrix under a title."""
     at = next((i for i, line in enumerate(lines) if title.search(line)), None)
     if at is None:
         return

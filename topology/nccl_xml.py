@@ -153,7 +153,6 @@ class _Reader:
         return found or speeds.SOCKETS
 
     def below(self, element: Element, at: str, kind: str) -> None:
-        """Read everything below a CPU or a switch."""
         for child in element.children:
             if child.tag == "nic":
                 self.nets(child, at, None)
@@ -281,11 +280,9 @@ class Element:
     children: list[Element] = field(default_factory=list)
 
     def all(self, tag: str) -> Iterator[Element]:
-        """The children with this tag."""
         return (child for child in self.children if child.tag == tag)
 
     def walk(self) -> Iterator[Element]:
-        """This element and all below it."""
         todo = [self]
         while todo:
             element = todo.pop()

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from linkweave.topology.errors import TopologyError
 from linkweave.topology.routes import groups
 from linkweave.topology.text import ranks
 from linkweave.topology.topology import Topology
 
-Arrow = tuple[int, ...]
-"""A sender, the GPUs that forward, and a receiver."""
+Arrow = tuple[int, ...]  # a sender, the GPUs that forward, and a receiver
 
 
-class PlanLike(Protocol):
-    """The part of a `Plan` that is needed here; its own type lies in a higher layer."""
-
-    @property
-    def algorithm(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def trees(self) -> Sequence[Any]: ...  # each with root, depth and edges
-    @property
-    def connections(self) -> Sequence[Any]: ...  # each with src, src_channel, dst, dst_channel
-    @property
-    def tracks(self) -> Sequence[Any]: ...  # each with phases of steps
+PlanLike = Any  # a `Plan`, whose type lies in a higher layer
 
 
 @dataclass(frozen=True, slots=True)

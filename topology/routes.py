@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-Vertex = int | str
-"""GPUs and CPU ranks are ints; switches, CPUs, NICs and buses are strings."""
+Vertex = int | str  # GPUs and CPU ranks are ints; switches, CPUs, NICs and buses are strings
 
 Ends = tuple[Vertex, Vertex]
 V = TypeVar("V", bound=Hashable)

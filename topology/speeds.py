@@ -56,10 +56,8 @@ def nvlink(sm: int) -> int:
     return _since(_NVLINK, sm, NVLINK)
 
 
-NVLS = 90
-"""The compute capability from which NVSwitches reduce and multicast for NCCL."""
-NVLS_PORTS = 18
-"""NVLinks of such a GPU; those before had up to 12."""
+NVLS = 90  # the compute capability from which NVSwitches reduce and multicast for NCCL
+NVLS_PORTS = 18  # NVLinks of such a GPU; those before had up to 12
 
 
 def generation(bandwidth: int) -> int:

@@ -57,7 +57,6 @@ class Wiring:
         return colours
 
     def single_out(self, colours: Colours, vertex: Vertex) -> Colours:
-        """Give this vertex a colour of its own and refine."""
         changed = colours.copy()
         i = self.index[vertex]
         serial = np.array([len(np.unique(colours))], np.uint64)  # no two choices give one colour

@@ -53,7 +53,6 @@ def gpu_list(gpus: Sequence[int]) -> str:
 
 
 def describe(topology: Graph) -> str:
-    """The summary, the matrix and the assumptions."""
     lines = [summary(topology)]
     if len(topology.gpus) <= WIDEST:
         lines += matrix(topology)
@@ -65,7 +64,6 @@ def describe(topology: Graph) -> str:
 
 
 def summary(topology: Graph) -> str:
-    """One line that counts ranks and links."""
     count: Counter[tuple[str, bool]] = Counter()
     for link, back in cables(topology.links):
         count[link.kind, back] += link.count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from linkweave.topology.errors import TopologyError
@@ -53,13 +53,6 @@ class Topology(Graph):
         """
         mapping = next(mappings(self, other), None)
         return None if mapping is None else dict(mapping)
-
-    def automorphisms(self) -> Iterator[Mapping[int, int]]:
-        """Yield every renumbering of the GPUs that leaves the fabric unchanged.
-
-        The identity is one of them. GPUs behind a switch with n ports have n! of them.
-        """
-        return mappings(self, self)
 
     def to_json(self) -> str:
         """Return JSON that `topology.load` reads back; equal machines give equal text."""

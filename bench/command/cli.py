@@ -113,7 +113,6 @@ def end_at_once(*_: object) -> None:
 
 
 def main() -> None:
-    """Entry point: errors in what was asked for are one line and exit status 2."""
     if sys.argv[1:2] not in (["bench"], ["demo"], ["selftest"]):  # those have processes to stop
         signal.signal(signal.SIGINT, end_at_once)
     try:

@@ -17,22 +17,18 @@ from linkweave.bench.command.options import JsonOption, console
 from linkweave.collectives import CollectiveError
 from linkweave.topology.checks import number, shown
 
-TIME = re.compile(r"(.*_)?(seconds|ms|us|s)")
-"""Measured fields: the less, the better."""
+TIME = re.compile(r"(.*_)?(seconds|ms|us|s)")  # measured fields: the less, the better
 NOT_MEASURED = re.compile(r"predicted.*|model_.*|best_.*|worst_.*|compute.*")
-OTHERS = re.compile(r"(gloo|ddp|dense)_.*")
-"""Times of others in a row of ours."""
+OTHERS = re.compile(r"(gloo|ddp|dense)_.*")  # times of others in a row of ours
 OUTCOMES = ("state", "wrong", "num_chunks", "all_reduces", "steps", "count", "program")
 """Fields of a row that are no part of what was asked for."""
-LEAST = 0.02
-"""A change below this share is noise, even where a row's rounds differ by less."""
+LEAST = 0.02  # a change below this share is noise, even where a row's rounds differ by less
 PEERS = ("library", "implementation", "backend", "embedding", "hook")
 """Fields that tell our rows from others'."""
 OURS = re.compile(r".*linkweave|columns|g?top-?k|all-gather and sum", re.IGNORECASE)
 """What the names of our rows match from their beginning."""
 FASTER, SLOWER, SAME, WRONG = "faster", "slower", "within noise", "wrong"
-PARAMETERS = ("density",)
-"""Fields with fractions that are part of what was asked for."""
+PARAMETERS = ("density",)  # fields with fractions that are part of what was asked for
 Row = Mapping[str, Any]
 Key = tuple[tuple[str, Any], ...]
 LEGEND = """\
@@ -43,8 +39,6 @@ leaves out the other's median, by 2 % or more; the rest if it changed by more th
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A measured field of a row in both files."""
-
     row: str
     field: str
     before: float
@@ -218,7 +212,6 @@ def _verdict(old: Row, new: Row, name: str, drift: float, noise: float) -> str:
 
 
 def table(drift: float, found: Sequence[Change]) -> str:
-    """All changes, and how many of each kind."""
     rows = [
         (change.row, change.field, f"{change.before:.4g}", f"{change.after:.4g}",
          f"{change.ratio:.2f}", change.verdict) for change in found

@@ -119,7 +119,6 @@ def _policies(out: Path) -> tuple[list[Any], list[Any]]:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Describe the result in a few lines and a table."""
     rows = result["rows"]
     base = rows[0]
     table = options.table(

@@ -26,7 +26,6 @@ class Chart:
 
     @property
     def case(self) -> str:
-        """The model, the network and the ranks."""
         profile, network = self.schedule.profile, self.schedule.network
         made = " (synthetic times)" if profile.synthetic else ""
         what = dict.fromkeys((profile.name + made, network.name))  # both may be "measured"
@@ -35,7 +34,6 @@ class Chart:
 
     @property
     def rows(self) -> list[str]:
-        """The names of its rows, from the top."""
         return ["backward", *(f"lane {i}" for i in range(self.schedule.lanes)), "forward"]
 
     @property
@@ -48,13 +46,11 @@ class Chart:
 
 
 def predicted(schedule: Schedule, name: str = "") -> Chart:
-    """The step that a schedule is predicted to take."""
     words = f"{schedule.gap:.1%} above the bound (red)"
     return Chart(name or schedule.policy, schedule, schedule.timeline, words)
 
 
 def measured(schedule: Schedule, timeline: StepTimeline, name: str = "measured") -> Chart:
-    """A step as it was carried out."""
     error = timeline.seconds / schedule.predicted_seconds - 1
     return Chart(name, schedule, timeline, f"{error:+.1%} from the prediction")
 

@@ -58,7 +58,6 @@ def judge(
 
 
 def tell(told: nccl_tests.Judgement, found: Topology) -> None:
-    """Print a judgement."""
     best = told.rows[0].bound
     print(f"{told.collective} on {found.name}, measured by nccl-tests")
     print(options.table(
@@ -95,7 +94,6 @@ def plans_of(told: nccl_tests.Judgement, machine: Topology) -> list[Made]:
 
 
 def as_data(told: nccl_tests.Judgement) -> dict[str, Any]:
-    """The judgement as a page's JSON has it; rates in GB/s, times in us."""
     rows = [
         {"bytes": row.nbytes, "size": size_text(row.nbytes), "us": row.seconds * 1e6,
          "theirs": row.algbw / 1e9, "share": row.share and f"{row.share:.1%}",

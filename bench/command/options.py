@@ -46,7 +46,6 @@ def parse_size(text: str) -> int:
 
 
 def parse_gpus(text: str) -> list[int]:
-    """Read GPU numbers such as "0,1,4-7". Raises CollectiveError."""
     gpus: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
@@ -94,7 +93,6 @@ def missing(*packages: str) -> list[str]:
 
 
 def install(package: str) -> str:
-    """The command that installs an optional package."""
     return f"pip install {INSTALL.get(package, package)}"
 
 
@@ -219,21 +217,34 @@ def tells() -> bool:
 
 
 def tell(
-    module: Any, measure: Callable[[], list[Any]], out: Path | None, as_json: bool,
-    joins: bool = False,
-) -> None:  # fmt: skip
-    """Print the rows, between the module's HEADER and LEGEND or as JSON; write them to `out`.
+    module: Any, measure: Callable[[], Iterable[Any]], out: Path | None, as_json: bool,
+    joins: bool = False, header: str = "", **about: Any,
+) -> list[Any]:  # fmt: skip
+    """Print the rows as they come, between a header and the module's LEGEND, or all as JSON; write
+    JSON with what it is `about` to `out`. Returns the rows.
 
     joins: the benchmark joins ranks that torchrun has started, of which rank 0 has the rows.
     """
-    from linkweave.bench.timing import machine
-
     first = not joins or tells()
     writable(out=out if first else None)
-    rows = measure()
-    if not first:
-        return
-    text = json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1)
-    print(text if as_json else "\n".join([module.HEADER, *map(str, rows), module.LEGEND]))
-    if out:
-        out.write_text(text + "\n")
+    if first and not as_json:
+        print(header or module.HEADER, flush=True)  # before a fork, or the ranks print it as well
+    rows = []
+    for row in measure():
+        rows.append(row)
+        if not as_json:
+            print(row, flush=True)
+    if first:
+        text = report(rows, **about)
+        print(text if as_json else module.LEGEND, end="\n" * bool(as_json or module.LEGEND))
+        if out:
+            out.write_text(text + "\n")
+    return rows
+
+
+def report(rows: Iterable[Any], **about: Any) -> str:
+    """JSON of the rows, and of this machine."""
+    from linkweave.bench.timing import machine
+
+    every = [asdict(one) for row in rows for one in getattr(row, "written", (row,))]
+    return json.dumps({**about, "machine": machine(), "rows": every}, indent=1)

@@ -30,14 +30,10 @@ from linkweave.topology.timings import measured_seconds
 
 SENDS = 6000
 """That move in a picture of one plan; with more, the same plan is cut into fewer chunks."""
-GPUS = 72
-"""In one picture: those of a GB200 NVL72; of a larger cluster, nodes, and the GPUs of one."""
-PIXELS = 100
-"""Of a picture's unit."""
-OTHERS = 4
-"""Algorithms beside the one that `auto` takes."""
-THICK = 30
-"""Links that begin at one place and have lines of the usual width."""
+GPUS = 72  # in one picture: those of a GB200 NVL72; of a larger cluster, nodes, and the GPUs of one
+PIXELS = 100  # of a picture's unit
+OTHERS = 4  # algorithms beside the one that `auto` takes
+THICK = 30  # links that begin at one place and have lines of the usual width
 NETWORK = "network"
 
 View = dict[str, Any]
@@ -46,8 +42,6 @@ View = dict[str, Any]
 
 @dataclass(frozen=True)
 class Made:
-    """Plans of one size, each with its measured seconds if the machine has them."""
-
     nbytes: int
     plans: list[tuple[Plan, float | None]]
 
@@ -103,7 +97,6 @@ class Picture:
         return Picture(name, data, number, line)
 
     def showing(self, machine: Topology, made: Sequence[Made], runs: list[list[View]]) -> View:
-        """The picture with runs of each size's plans."""
         best = bound_of(machine, made[0].plans[0][0].collective)
         sizes = [
             {"name": size_text(each.nbytes), "bound": best.algbw if best else 0.0, "runs": some}
@@ -257,7 +250,6 @@ def of_nodes(machine: Topology, nodes: Sequence[Sequence[int]], made: Sequence[M
 def of_node(
     machine: Topology, nodes: Sequence[Sequence[int]], node: int, made: Sequence[Made]
 ) -> View:
-    """The view of one node of a cluster, and of what enters and leaves it."""
     where, links = lay_out_node(nodes[node], machine.fabric)
     picture = Picture.of(f"node {node}", where, links, _called(machine.noun))
     runs = [[_run(plan, machine, each.nbytes, seconds, picture) for plan, seconds in each.plans]

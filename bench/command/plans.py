@@ -33,8 +33,7 @@ from linkweave.topology.timings import measured_seconds
 MOST_CHUNKS = 8 * MAX_CHUNKS
 
 
-LARGE = 64 << 20
-"""Bytes for which a plan is made where no size is asked for."""
+LARGE = 64 << 20  # bytes for which a plan is made where no size is asked for
 
 
 def read_plans(
@@ -62,7 +61,6 @@ def plan_file(text: str) -> Path | None:
 
 
 def plans_in(text: str, path: Path, machine: Topology, nbytes: int = LARGE) -> list[Plan]:
-    """`read_plans` of a text that is not MSCCL++'s."""
     if rccl.is_text(text):
         return [
             collectives.plan_allreduce(machine, nbytes, one) for one in rccl.read(text).values()
@@ -108,7 +106,9 @@ def plan(
     nbytes = options.parse_size(size)
     check_chunks(chunks)
     if to is not None:
-        check_engine(*to)
+        if to[0] not in ENGINES:
+            raise CollectiveError(f"--to writes plans for {', '.join(ENGINES)}, not for {to[0]!r}")
+        options.writable(to=to[1])
     if explain:
         if to is not None:
             raise CollectiveError("--explain compares all: --to writes one")
@@ -150,8 +150,7 @@ def plan(
             print(written)
 
 
-NVLS = "nvls"
-"""The all-reduce by switches, which is no plan of ours."""
+NVLS = "nvls"  # the all-reduce by switches, which is no plan of ours
 
 
 def by_switches(
@@ -185,15 +184,7 @@ def by_switches(
 ENGINES = ("mscclpp", "nccl", "rccl")
 
 
-def check_engine(engine: str, path: Path) -> None:
-    """Raise CollectiveError for an engine for which no plans are written."""
-    if engine not in ENGINES:
-        raise CollectiveError(f"--to writes plans for {', '.join(ENGINES)}, not for {engine!r}")
-    options.writable(to=path)
-
-
 def write_for(engine: str, path: Path, made: Plan, machine: Topology, nbytes: int) -> str:
-    """Write a plan in an engine's form; says what was written."""
     if engine == "nccl":
         graphs = nccl_graph.of_plan(made, machine)
         path.write_text(nccl_graph.write(graphs))
@@ -278,7 +269,6 @@ def _reason(machine: Topology, nbytes: int, made: Plan, algorithm: str) -> str:
 
 
 def _timed(made: Plan, machine: Topology, nbytes: int) -> tuple[float, int] | None:
-    """`measured_seconds` of a plan, which there are of all-reduces only."""
     if not COLLECTIVES[made.collective].tunable:
         return None
     return measured_seconds(machine.timings, made.algorithm, nbytes)
@@ -297,7 +287,6 @@ def _warn(made: Plan, machine: Topology, nbytes: int) -> None:
 
 
 def one_of(machine: str | None, topo: str) -> str:
-    """The machine, as an argument or as --topo; by default this one."""
     if machine and topo:
         raise CollectiveError(f"the machine is {machine} or --topo {topo}: give one of them")
     return machine or topo or "auto"
@@ -310,7 +299,6 @@ def check_chunks(chunks: int | None) -> None:
 
 
 def explanation_json(told: Explanation) -> str:
-    """The comparison as JSON: bytes, seconds, and shares of the bound."""
     rows = [{**asdict(row), "busiest": row.busiest and [*row.busiest]} for row in told.rows]
     return json.dumps({
         "topology": told.topology, "size": told.nbytes, "auto": told.choice,

@@ -86,7 +86,6 @@ def _by_name(name: str) -> int:
 
 
 def network_of(machine: Topology, algorithm: str = "auto") -> Network:
-    """`Network.from_topology`, with a note while it plans."""
     with options.console.status(f"planning all-reduces on {machine.name}"):
         return Network.from_topology(machine, algorithm)
 

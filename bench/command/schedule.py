@@ -24,8 +24,7 @@ LEGEND = (
 )
 DDP = "DDP (25 MiB buckets)"
 SEARCHED = ("optimal", "auto")
-NEGLIGIBLE = 0.01
-"""The share of a step up to which schedules are called equal."""
+NEGLIGIBLE = 0.01  # the share of a step up to which schedules are called equal
 
 
 def schedule(
@@ -201,7 +200,6 @@ def tell(
 
 
 def _json(schedules: Sequence[Schedule], ddp: Schedule, extra: dict[str, Any]) -> str:
-    """The verdict, and each schedule as `Schedule.to_json` writes it, with what is predicted."""
     rows = [
         {
             **s.to_data(), "predicted_seconds": s.predicted_seconds,

@@ -47,14 +47,6 @@ REPORT = "send us the file of --report"
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
-    """A test, and what to do if it fails."""
-
-    row: Row
-    remedy: str
-
-
-@dataclass(frozen=True, slots=True)
 class Found:
     """How a test ended. `state` is "ok", "left out" or "FAIL"."""
 
@@ -71,7 +63,6 @@ class Found:
 
 
 def look() -> Result:
-    """What `doctor` finds, and the number of GPUs."""
     try:
         count = CudaDriver().count()
     except CudaError:
@@ -96,8 +87,7 @@ def choose(asked: str, count: int) -> int:
     return len(chosen)
 
 
-def tests(gpus: int) -> Iterator[Test]:
-    """All tests on so many GPUs, the most fundamental ones first."""
+def tests(gpus: int) -> Iterator[Row]:
     yield from _of_cpus()
     for gpu in range(gpus):
         yield from _of_a_gpu(gpu)
@@ -109,11 +99,11 @@ def tests(gpus: int) -> Iterator[Test]:
 
 def _test(
     name: str, seconds: float, remedy: str, measure: Callable[..., Result], *args: Any
-) -> Test:
-    return Test(Row(name, "selftest", seconds, partial(measure, *args)), remedy)
+) -> Row:
+    return Row(name, "selftest", seconds, partial(measure, *args), remedy)
 
 
-def _of_cpus() -> Iterator[Test]:
+def _of_cpus() -> Iterator[Row]:
     libraries: tuple[Arrays, ...] = (NumpyArrays(), TorchTensors("cpu"))
     for arrays in libraries:
         for n in (2, 3):
@@ -122,7 +112,7 @@ def _of_cpus() -> Iterator[Test]:
     yield _test("CPU ranks, one is killed", 15, REPORT, run_killed, libraries[0])
 
 
-def _of_a_gpu(gpu: int) -> Iterator[Test]:
+def _of_a_gpu(gpu: int) -> Iterator[Row]:
     yield _test(f"GPU {gpu}, toolchain", 15, "install one pairing: pip install "
                 "'linkweave[cuda12]' or 'linkweave[cuda13]', as the driver and torch have it",
                 toolchain, gpu)  # fmt: skip
@@ -136,7 +126,7 @@ def _of_a_gpu(gpu: int) -> Iterator[Test]:
         yield _test(f"GPU {gpu}, {name}", seconds, REPORT, measure, meter)
 
 
-def _of_ranks() -> Iterator[Test]:
+def _of_ranks() -> Iterator[Row]:
     """Ranks on one GPU: threads, processes by IPC, and processes without IPC."""
     cupy, torch = CupyArrays(), TorchTensors()
     libraries: tuple[Arrays, ...] = (cupy, torch)
@@ -160,8 +150,7 @@ def _of_ranks() -> Iterator[Test]:
     )
 
 
-def _between(n: int) -> Iterator[Test]:
-    """A rank on each GPU, as processes and as threads."""
+def _between(n: int) -> Iterator[Row]:
     remedy = ("GPUs do not reach each other: check the IOMMU and PCIe ACS (`linkweave doctor`) "
               "and NVLink (nvidia-smi topo -m)")  # fmt: skip
     for arrays in (CupyArrays("cuda"), TorchTensors("cuda")):
@@ -211,21 +200,19 @@ def without_ipc(arrays: Arrays) -> Result:
         return run_ranks(arrays, 2, SIZES, False)
 
 
-def ended(test: Test) -> Found:
-    """Run a test in a process of its own."""
-    row = in_process(test.row, test.row.limit)
+def ended(test: Row) -> Found:
+    row = in_process(test, test.limit)
     state, took = row["state"], row["took_s"]
     if state == "ok":
         checked = row.get("checked")
-        return Found(test.row.name, "ok", took, f"{checked} results" if checked else "")
+        return Found(test.name, "ok", took, f"{checked} results" if checked else "")
     kind, _, why = state.partition(": ")
     if kind == "left out":
-        return Found(test.row.name, kind, took, why)
-    return Found(test.row.name, "FAIL", took, why, test.remedy)
+        return Found(test.name, kind, took, why)
+    return Found(test.name, "FAIL", took, why, test.remedy)
 
 
 def verdict(problems: Sequence[str], found: Sequence[Found]) -> tuple[str, int]:
-    """The last line, and the exit status."""
     failed = [f"{row.name}: {row.detail}; {row.remedy}" for row in found if row.state == "FAIL"]
     if problems or failed:
         return f"FAIL: {[*problems, *failed][0]}", FAIL

@@ -119,7 +119,6 @@ def _tell(
     plan: mscclpp.ExecutionPlan, told: mscclpp_timing.Simulated, machine: Topology, nbytes: int,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Print the time of a plan of MSCCL++."""
     row = {"algorithm": plan.name, "time_us": told.seconds * 1e6,
            "algbw_gbs": nbytes / told.seconds / 1e9 if told.seconds else 0.0,
            "busiest_link": max(told.utilisation.values(), default=0.0)}  # fmt: skip

@@ -91,7 +91,6 @@ def topo(
 
 
 def report(machine: Topology) -> str:
-    """The matrix, the links, and the bounds with their bottlenecks."""
     lines = [str(machine), "", "links:", *(f"  {line}" for line in link_table(machine) or ["none"])]
     fabric = len(machine.fabric)
     if fabric < len(machine.links):
@@ -100,7 +99,6 @@ def report(machine: Topology) -> str:
 
 
 def bounds(machine: Topology) -> list[str]:
-    """The bound of each collective, or why there is none."""
     try:
         every = [bound(machine, collective) for collective in BOUNDED]
         return [str(each) for each in (*every, reducing_bound(machine)) if each]

@@ -114,7 +114,6 @@ def write(
     out: Path, title: str, what: str, views: Sequence[View] = (),
     charts: Sequence[gantt.Chart] = (), judged: Any = None,
 ) -> None:  # fmt: skip
-    """Write a page, and say so."""
     text = page(title, what, views, charts, judged)
     out.write_text(text)
     options.console.print(f"written: {out} ({len(text) / 1e6:.1f} MB)", highlight=False)
@@ -124,7 +123,6 @@ def page(
     title: str, what: str, views: Sequence[View] = (), charts: Sequence[gantt.Chart] = (),
     judged: Any = None,
 ) -> str:  # fmt: skip
-    """A page as text. `judged` is what `judge.as_data` returns."""
     steps = gantt.as_data(charts) if charts else None
     data = {"title": title, "what": what, "views": views, "steps": steps, "judged": judged}
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

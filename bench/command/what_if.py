@@ -14,7 +14,7 @@ import typer
 from linkweave import collectives, topology
 from linkweave.bench.command import gantt, options, pictures
 from linkweave.bench.command.plans import one_of
-from linkweave.bench.command.predict import POLICIES, Work, network_of, work_of
+from linkweave.bench.command.predict import POLICIES, network_of, work_of
 from linkweave.bench.command.view import write
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import Schedule, models
@@ -36,10 +36,8 @@ class Outlook:
     algbw: float
     seconds: float
     steps: dict[str, float]
-    work: str
-    """What a GPU is taken to compute at; empty without a model."""
-    made: tuple[Schedule, ...] = ()
-    """The schedules of `steps`."""
+    work: str  # what a GPU is taken to compute at; empty without a model
+    made: tuple[Schedule, ...] = ()  # the schedules of `steps`
 
 
 def what_if(
@@ -133,14 +131,7 @@ def what_if(
               charts)  # fmt: skip
 
 
-def schedules_of(work: Work, machine: Topology) -> list[Schedule]:
-    """The steps of some policies on a machine."""
-    network = network_of(machine)
-    return [overlap.plan(work.profile, network, name) for name in POLICIES]
-
-
 def edited(machine: Topology, remove: Iterable[str], add: Iterable[str], nics: int) -> Topology:
-    """The machine after these changes, in this order. Raises CollectiveError."""
     for ends in remove:
         machine = without_links(machine, parse_ends(ends, "--remove-link"))
     for ends in add:
@@ -159,7 +150,8 @@ def outlook(
     steps, words, made = {}, "", []
     if model is not None:
         work = work_of(model, machine, batch, tflops)
-        made = schedules_of(work, machine)
+        network = network_of(machine)
+        made = [overlap.plan(work.profile, network, name) for name in POLICIES]
         steps = {schedule.policy: schedule.predicted_seconds for schedule in made}
         words = work.words or "measured times, taken to be the same on both machines"
     return Outlook(
@@ -169,7 +161,6 @@ def outlook(
 
 
 def text(before: Outlook, after: Outlook, nbytes: int) -> str:
-    """Both, side by side."""
     rows = [
         ("bound, GB/s", *_pair(before.bound / 1e9, after.bound / 1e9)),
         ("plan", before.algorithm, after.algorithm, ""),

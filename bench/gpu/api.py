@@ -13,96 +13,58 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from linkweave import collectives
+from linkweave.bench.collectives import ours
 from linkweave.bench.gpu.meter import machine_of
 from linkweave.bench.gpu.runner import Failed, LeftOut, Result
+from linkweave.bench.peers import IN_PLACE, given, room, wanted
 from linkweave.collectives import get_default
+from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.collectives.planning.planner import candidates
 from linkweave.kernels.dtypes import DTYPES
 
 
-class Arrays(Protocol):
-    """A library's arrays on the ranks' device; instances pickle."""
+@dataclass(frozen=True)
+class Arrays:
+    """A library's arrays on the ranks' device, which is as in `spawn`."""
 
     name: str
-    device: str  # of the ranks, as in `spawn`
-
-    def load(self) -> None: ...  # imports the library, without use of CUDA; raises LeftOut
-    def put(self, array: np.ndarray) -> Any: ...
-    def get(self, x: Any) -> np.ndarray: ...
-    def seen(self, n: int) -> Any: ...  # n float32 in memory that other ranks can access
-
-
-@dataclass(frozen=True)
-class CupyArrays:
     device: str = "cuda:0"
-    name: str = "cupy"
 
     def load(self) -> None:
-        import cupy  # noqa: F401
-
-    def put(self, array: np.ndarray) -> Any:
-        import cupy
-
-        return cupy.asarray(array)
-
-    def get(self, x: Any) -> np.ndarray:
-        return x.get()
-
-    def seen(self, n: int) -> Any:
-        return collectives.symmetric_empty(n)
-
-
-@dataclass(frozen=True)
-class NumpyArrays:
-    device: str = "cpu"
-    name: str = "numpy"
-
-    def load(self) -> None:
-        pass
-
-    def put(self, array: np.ndarray) -> Any:
-        return array.copy()
-
-    def get(self, x: Any) -> np.ndarray:
-        return x
-
-    def seen(self, n: int) -> Any:
-        return collectives.empty(n)
-
-
-@dataclass(frozen=True)
-class TorchTensors:
-    device: str = "cuda:0"
-    name: str = "torch"
-
-    def load(self) -> None:
+        """Import the library, without use of CUDA. Raises LeftOut."""
         try:
-            import torch
+            library = import_module(self.name)
         except ImportError:
+            if self.name != "torch":
+                raise
             raise LeftOut("torch is not installed") from None
-        if self.device != "cpu" and torch.version.cuda is None:
+        if self.name == "torch" and self.device != "cpu" and library.version.cuda is None:
             raise LeftOut("this torch has no CUDA")
 
     def put(self, array: np.ndarray) -> Any:
-        import torch
-
-        x = torch.from_numpy(array)
-        return x.clone() if self.device == "cpu" else x.cuda()
+        if self.name != "torch":
+            return import_module(self.name).array(array)
+        return import_module("torch").tensor(array, device=self.device.partition(":")[0])
 
     def get(self, x: Any) -> np.ndarray:
-        return x.cpu().numpy()
+        return x if self.name == "numpy" else x.get() if self.name == "cupy" else x.cpu().numpy()
 
     def seen(self, n: int) -> Any:
-        import torch
-
+        """n float32 in memory that other ranks can access."""
         make = collectives.empty if self.device == "cpu" else collectives.symmetric_empty
-        return make(n, torch.float32)
+        return make(n, import_module("torch").float32 if self.name == "torch" else "float32")
+
+
+CupyArrays, TorchTensors = partial(Arrays, "cupy"), partial(Arrays, "torch")
+NumpyArrays = partial(Arrays, "numpy", "cpu")
 
 
 def exact(rank: int, n: int) -> np.ndarray:
@@ -118,37 +80,26 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
     if size == 2:
         checked += check_dtypes(rank, arrays)
     for n in sizes:
-        given = [exact(r, n) for r in range(size)]
-        total = np.sum(given, axis=0)
-        every = arrays.put(np.zeros((size, n), np.float32))
-        part = arrays.put(np.zeros((1, n), np.float32))
-        swapped = arrays.put(np.zeros((size, n), np.float32))
-        x, y, z = (arrays.put(given[rank]) for _ in range(3))
-        comm.allreduce(x)
-        comm.broadcast(y, root=size - 1)
-        comm.reduce(z, root=0)
-        comm.allgather(arrays.put(given[rank]), out=every)
-        comm.reduce_scatter(arrays.put(np.stack([given[rank]] * size)), out=part)
-        comm.alltoall(arrays.put(np.stack([given[rank] + r for r in range(size)])), swapped)
-        collected = arrays.put(np.zeros((size, n), np.float32))
-        dealt = arrays.put(np.zeros((1, n), np.float32))
-        rows = arrays.put(np.stack([given[rank] + r for r in range(size)]))
-        first = rank == 0
-        comm.gather(arrays.put(given[rank]), out=collected if first else None)
-        comm.scatter(rows if first else None, out=dealt)
-        apart = arrays.put(np.zeros(n, np.float32))
-        comm.allreduce(kept := arrays.put(given[rank]), "min", out=apart)
-        work = comm.allreduce(w := arrays.put(given[rank]), op="max", async_op=True)
+        for kind in PUBLIC:
+            x = arrays.put(given(kind, rank, size, n * size))
+            out = arrays.put(np.zeros(room(kind, size, n * size), np.float32))
+            want = wanted(kind, rank, size, n * size)
+            ours(comm, kind, x, out, n * size)()
+            comm.synchronize()
+            if want is not None:
+                got = x if kind in IN_PLACE else out
+                np.testing.assert_array_equal(arrays.get(got), want)
+                checked += 1
+        every, apart = [exact(r, n) for r in range(size)], arrays.put(np.zeros(n, np.float32))
+        comm.allreduce(kept := arrays.put(every[rank]), "min", out=apart)
+        work = comm.allreduce(w := arrays.put(every[rank]), op="max", async_op=True)
         work.wait(60)
         comm.synchronize()
         for got, want in (
-            (x, total), (y, given[-1]), (z, total if rank == 0 else given[rank]),
-            (every, np.stack(given)), (part, total[None]),
-            (swapped, np.stack([g + rank for g in given])), (w, np.max(given, axis=0)),
-            (apart, np.min(given, axis=0)), (kept, given[rank]),
-            (collected, np.stack(given) if first else np.zeros((size, n))),
-            (dealt, (given[0] + rank)[None]),
-        ):  # fmt: skip
+            (w, np.max(every, axis=0)),
+            (apart, np.min(every, axis=0)),
+            (kept, every[rank]),
+        ):
             np.testing.assert_array_equal(arrays.get(got), want)
             checked += 1
     with comm.split(rank % 2) as part, comm.split() as again:  # at once
@@ -203,7 +154,6 @@ def check_seen(rank: int, arrays: Arrays) -> int:
 
 
 def check_dtypes(rank: int, arrays: Arrays) -> int:
-    """Check all-reduces of every dtype that NumPy has, by every op."""
     comm, checked = get_default(), 0
     for dtype in (d for d, about in DTYPES.items() if about.stored == d):
         given = [exact(r, 1009).astype(dtype) for r in range(2)]
@@ -255,7 +205,6 @@ def on_ranks(
 def run_ranks(
     arrays: Arrays, ranks: int, sizes: tuple[int, ...], virtual: bool, peer_access: str = "prefer"
 ) -> Result:
-    """Check all collectives."""
     found = on_ranks(
         check_collectives, ranks, arrays, sizes, virtual=virtual, peer_access=peer_access
     )
@@ -300,5 +249,4 @@ def run_killed(arrays: Arrays) -> Result:
 
 
 def run_graph(arrays: Arrays) -> Result:
-    """Run `check_graph` on two processes."""
     return {"checked": sum(on_ranks(check_graph, 2, arrays, 5000, 3))}

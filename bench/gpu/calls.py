@@ -36,7 +36,6 @@ def time_enqueue(rank: int, arrays: Arrays, rounds: int) -> float:
 
 
 def enqueue(arrays: Arrays, ranks: Sequence[int], virtual: bool, rounds: int = 20) -> Result:
-    """The host's time for a call, on the slowest rank; a rank alone launches nothing."""
     row: Result = {}
     for n in ranks:
         seconds = on_ranks(time_enqueue, n, arrays, rounds, virtual=virtual)
@@ -57,7 +56,6 @@ def time_new_sizes(rank: int, arrays: Arrays, sizes: int) -> float:
 
 
 def new_sizes(arrays: Arrays, ranks: int, virtual: bool, sizes: int = 50) -> Result:
-    """The host's time for a call of a size that has not been made before, on the slowest rank."""
     seconds = on_ranks(time_new_sizes, ranks, arrays, sizes, virtual=virtual)
     return {"ranks": ranks, "first_call_us": 1e6 * max(seconds)}
 
@@ -69,7 +67,7 @@ def beside_nccl(
     if gpus < 2:
         raise LeftOut(f"NCCL needs a GPU for each rank, and this machine has {gpus}")
     arrays.load()
-    rows = run(Settings(gpus, tuple(sizes), "auto", rounds, device="cuda"))
+    rows = [*run(Settings(gpus, tuple(sizes), "auto", rounds, device="cuda"))]
     if wrong := [f"{row.library}, {row.size} bytes" for row in rows if row.wrong]:
         raise Failed(f"wrong results: {'; '.join(wrong)}")
     times = {(row.library, row.size): row.time_us / 1e6 for row in rows}

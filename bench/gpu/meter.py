@@ -6,19 +6,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from linkweave.bench.gpu.runner import Failed, Result
-from linkweave.collectives import plan_allreduce, verify
-from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives import plan_allreduce
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Prepared, virtual_ranks
 from linkweave.collectives.runtime.gpu.launch_tables import SETTINGS, Setting
-from linkweave.kernels.gpu import device as launches
 from linkweave.kernels.gpu import source
 from linkweave.topology import Topology, load
 
@@ -28,7 +26,6 @@ GRAPH = 20  # calls captured in one graph
 
 
 def noise(rank: int, nbytes: int) -> np.ndarray:
-    """float32 normal numbers. Zeros would be moved faster."""
     return np.random.default_rng(rank).standard_normal(nbytes // 4, np.float32)
 
 
@@ -61,7 +58,6 @@ class Meter:
 
     @contextmanager
     def uploaded(self, arrays: Sequence[np.ndarray]) -> Iterator[list[int]]:
-        """Addresses of the arrays on the GPU."""
         found = [self.device.upload(x) for x in arrays]
         yield found
         for address in found:
@@ -139,7 +135,6 @@ class Meter:
 
 
 def machine_of(ranks: int) -> Topology:
-    """The topology of rows that call collectives."""
     return load("dgx1-v100" if ranks == 8 else f"mesh-{ranks}")
 
 
@@ -164,26 +159,3 @@ def call_settings(meter: Meter, ranks: int, nbytes: int) -> Result:
     with meter.ranks(ranks) as made:
         plan = plan_allreduce(machine_of(ranks), nbytes)
         return settings_of(made, made.prepare(plan, nbytes, "float32", "max"), nbytes)
-
-
-@contextmanager
-def tuned(
-    meter: Meter, plan: Plan, topology: Topology, *, chunk_bytes: int = SETTINGS[-1].chunk_bytes,
-    width: int = SETTINGS[-1].width, lines: bool = False, slots: int | None = None,
-    threads: int = source.PLAN_THREADS,
-) -> Iterator[tuple[GpuRanks, Plan]]:  # fmt: skip
-    """Ranks that run chunks of all sizes in one way, and the plan with so many slots.
-
-    chunk_bytes, width, lines: those of a `Setting`; not lines if the plan cannot use them.
-    threads: of a thread block, for all ranks meanwhile.
-    """
-    if slots:
-        verify(plan := replace(plan, slots=slots), topology)
-    settings = [Setting(chunk_bytes, width, low_latency=False)]
-    if lines:
-        settings.insert(0, Setting(chunk_bytes, width, low_latency=True))
-    before = source.PLAN_THREADS
-    source.PLAN_THREADS = launches.PLAN_THREADS = threads
-    with meter.ranks(plan.size, settings=settings) as ranks:
-        yield ranks, plan
-    source.PLAN_THREADS = launches.PLAN_THREADS = before

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from itertools import product
-from typing import Any
 
 import numpy as np
 
-from linkweave.bench.gpu.api import Arrays
-from linkweave.bench.gpu.meter import GRAPH, Filled, Meter, noise, settings_of, tuned
+from linkweave.bench.gpu.meter import GRAPH, Filled, Meter, noise, settings_of
 from linkweave.bench.gpu.runner import Failed, Result
 from linkweave.collectives import CollectiveAborted, CollectiveError, plan_allreduce
 from linkweave.collectives.planning.plan import Plan
@@ -24,8 +22,6 @@ from linkweave.collectives.planning.planner import candidates
 from linkweave.collectives.runtime import reference
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Prepared, width_of
 from linkweave.kernels.dtypes import DTYPES, ops_of
-from linkweave.kernels.gpu import clock
-from linkweave.kernels.gpu.arrays import Gpu, LibraryGpu
 from linkweave.kernels.gpu.compile import cubin
 from linkweave.kernels.gpu.source import options, source
 from linkweave.topology import load
@@ -33,11 +29,6 @@ from linkweave.topology import load
 LINK = 25e9  # bytes/s: one NVLink of the DGX-1, for the rows with emulated links
 MACHINES = ("mesh-2", "mesh-3", "mesh-5", "mesh-8", "dgx1-v100", "dgx1-p100")
 SIZES = (4, 4036, 8192, 1_000_036)  # bytes
-GRID = {
-    "chunk_bytes": (128 << 10, 256 << 10, 512 << 10, 1 << 20), "width": (2, 4, 8, 16),
-    "slots": (2, 4), "threads": (128, 256, 512),
-}  # fmt: skip
-SHORT_GRID = {"lines": (True, False), "chunk_bytes": (16 << 10, 64 << 10), "width": (1, 2, 4, 8)}
 
 
 def compiled(meter: Meter) -> Result:
@@ -60,15 +51,6 @@ def compiled(meter: Meter) -> Result:
     ]  # fmt: skip
     return {"architecture": architecture, "compiled": len(words), "compile_s": found,
             "kernels": kernels}  # fmt: skip
-
-
-def tick(arrays: Arrays, gpu_of: Callable[[Any], Gpu] = LibraryGpu) -> Result:
-    """The resolution of the clock that paces emulated links and bounds waits."""
-    arrays.load()
-    gpu = gpu_of(arrays.put(np.zeros(1, np.float32)))
-    steps = np.diff(clock.readings(gpu, 2000))
-    return {"tick_ns": float(np.median(steps)), "least_ns": int(steps.min()),
-            "most_ns": int(steps.max())}  # fmt: skip
 
 
 # ---- correctness ------------------------------------------------------------------------------
@@ -111,7 +93,6 @@ def check(
 def algorithms(
     meter: Meter, machines: Sequence[str] = MACHINES, sizes: Sequence[int] = SIZES
 ) -> Result:
-    """Check every algorithm on 2 to 8 ranks, in all ways of `check`."""
     done, skipped = 0, []
     for name in machines:
         topology = load(name)
@@ -130,7 +111,6 @@ def algorithms(
 
 
 def dtypes(meter: Meter) -> Result:
-    """Check every dtype and op."""
     topology, done = load("mesh-3"), 0
     for dtype in DTYPES:
         for op in ops_of(dtype):
@@ -143,7 +123,6 @@ def dtypes(meter: Meter) -> Result:
 
 
 def abort(meter: Meter) -> Result:
-    """Abort sends that would take minutes; then check new ranks."""
     plan = plan_allreduce(load("mesh-2"), 65536, "tree", 1)
     with meter.ranks(2, timeout=100) as ranks:
         prepared = ranks.prepare(plan, 65536, "float32", "sum")
@@ -167,7 +146,6 @@ def abort(meter: Meter) -> Result:
 
 # ---- latency ----------------------------------------------------------------------------------
 def latency(meter: Meter) -> Result:
-    """Latency of 8 KiB over 8 ranks."""
     plans = {name: plan_allreduce(load(name), 8192) for name in ("dgx1-v100", "mesh-8")}
     return {name: latency_of(meter, plan) for name, plan in plans.items()}
 
@@ -202,7 +180,6 @@ def latency_of(meter: Meter, plan: Plan) -> Result:
 
 # ---- bandwidth --------------------------------------------------------------------------------
 def timed(meter: Meter, plan: Plan, nbytes: int, ps_per_byte: int = 0, seen: bool = True) -> Result:
-    """Check a plan and time it in place."""
     with meter.ranks(plan.size) as ranks, meter.filled(plan.size, nbytes) as memory:
         prepared = ranks.prepare(plan, nbytes, "float32", "max", seen=seen)
         seconds = checked_seconds(meter, ranks, prepared, memory, ps_per_byte)
@@ -246,26 +223,3 @@ def overlap(meter: Meter, nbytes: int, link: float | None) -> Result:
         row[algorithm] = timed(meter, plan, nbytes, round(1e12 / link) if link else 0)
     row["ratio"] = row["double_tree"]["seconds"] / row["overlapped_double_tree"]["seconds"]
     return row
-
-
-def sweep(
-    meter: Meter, nbytes: int, grid: Mapping[str, Sequence[int]] = GRID,
-    algorithm: str = "overlapped_double_tree",
-) -> Result:  # fmt: skip
-    """Check and time a plan with every combination of settings (`tuned`)."""
-    topology, found = load("dgx1-v100"), []
-    plan = plan_allreduce(topology, nbytes, algorithm)
-    plan = plan.with_chunks(plan.stride)  # then the settings decide how many chunks there are
-    with meter.filled(plan.size, nbytes) as memory:
-        for values in product(*grid.values()):
-            wanted = dict(zip(grid, values, strict=True))
-            with tuned(meter, plan, topology, **wanted) as (ranks, changed):
-                prepared = ranks.prepare(changed, nbytes, "float32", "max")
-                settings = settings_of(ranks, prepared, nbytes)
-                if all(row["settings"] != settings for row in found):  # fewer blocks may fit
-                    seconds = checked_seconds(meter, ranks, prepared, memory, repeats=5)
-                    found.append({"seconds": seconds, "settings": settings})
-                    print(f"{seconds:.3g} s with {wanted}")  # kept if a later one fails
-    found.sort(key=lambda row: row["seconds"])
-    best = {"seconds": found[0]["seconds"], **found[0]["settings"]}
-    return {"bytes": nbytes, "best": best, "rows": found}

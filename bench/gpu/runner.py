@@ -26,11 +26,9 @@ Result = dict[str, Any]
 ENVIRONMENT = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Set in each row's process: lazy loading synchronises the GPU, and streams must not alias."""
 
-SLACK, START_S = 3.0, 20.0
-"""A row's limit is `SLACK` times its expected seconds, and `START_S`."""
+SLACK, START_S = 3.0, 20.0  # a row's limit is `SLACK` times its expected seconds, and `START_S`
 
-GRACE_S = 3.0
-"""How long an ended process may take to disappear."""
+GRACE_S = 3.0  # how long an ended process may take to disappear
 
 END_S = 8.0
 """Kept free at the end of the budget, to kill the last row's processes and to write its result."""
@@ -60,10 +58,10 @@ class Row:
     part: str
     seconds: float
     measure: Callable[[], Result]
+    remedy: str = ""  # what to do if it fails
 
     @property
     def limit(self) -> float:
-        """Seconds after which the row's processes are killed."""
         return SLACK * self.seconds + START_S
 
 
@@ -133,7 +131,6 @@ def _read(result: IO[bytes], code: int | None, limit: float, took: float) -> Res
 
 
 def _child(row: Row, result: IO[bytes], log: IO[bytes], limit: float) -> NoReturn:
-    """Measure a row in this process and write the result."""
     code = 1
     try:
         os.setpgid(0, 0)

@@ -34,7 +34,6 @@ def integers(rank: int, numel: int, entries: int) -> tuple[np.ndarray, np.ndarra
 
 
 def check_sparse(rank: int, arrays: Arrays) -> int:
-    """Check every mode against the CPU, bit for bit; return the number of checks."""
     comm, checked = get_default(), 0
     for numel, k, entries in CASES:
         for mode in ("gtopk", "topk", "dense"):
@@ -127,7 +126,6 @@ class SparseRows:
         return Row(name, "core", seconds, loaded)
 
     def correct(self) -> Result:
-        """Check all sparse kernels against the CPU's, bit for bit."""
         checked = 0
         for n in self.checked_sizes:
             grad, residual = gradient(n), gradient(n, 1)

@@ -17,8 +17,7 @@ from linkweave.bench.gpu.runner import Failed, Result
 ROWS, WIDTH, TOKENS = 1000, 37, 64
 STEPS = 6
 TRAINED, DENSITY = 120, 0.1
-BELOW = 0.5
-"""Of its first loss, what training by gTop-k must reach."""
+BELOW = 0.5  # of its first loss, what training by gTop-k must reach
 
 
 def _compared(
@@ -69,7 +68,6 @@ def averaged(rank: int, arrays: Arrays, mode: str, n: int, device: str) -> tuple
 
 
 def gtopk(arrays: Arrays, ranks: int, mode: str, n: int, device: str = "cuda") -> Result:
-    """Exchange n gradients of each rank on both devices."""
     seconds = _compared(f"{mode} on rank {{}}", averaged, ranks, arrays, mode, n, device=device)
     return {"ranks": ranks, "mode": mode, "elements": n, "exchange_s": seconds}
 
@@ -97,7 +95,6 @@ def losses(rank: int, arrays: Arrays, exchange: Any, device: str) -> list[float]
 
 
 def converge(arrays: Arrays, ranks: int, device: str = "cuda") -> Result:
-    """Train a small model with gTop-k beside dense averages."""
     last = {}
     for name, exchange in (("dense", "dense"), ("gtopk", collectives.GTopK(DENSITY, mode="gtopk"))):
         rows = on_ranks(losses, ranks, arrays, exchange, device, timeout=60)
@@ -144,7 +141,6 @@ def rows_trained(rank: int, arrays: Arrays, kind: str, device: str) -> tuple[int
 
 
 def embedding(arrays: Arrays, ranks: int, kind: str, device: str = "cuda") -> Result:
-    """Train a sharded embedding on both devices."""
     words = f"{kind} on rank {{}}: the table"
     seconds = _compared(words, rows_trained, ranks, arrays, kind, device=device)
     return {"ranks": ranks, "optimizer": kind, "step_s": seconds}

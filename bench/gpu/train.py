@@ -18,12 +18,10 @@ POLICIES = ("asc-wfbp", "us-byte", "c-cube")
 TIMED = 10
 SAMPLES = 4  # of a rank
 WIDTH = 96
-CLOSE = 1e-10
-"""By how much float64 parameters may differ from those of one process."""
+CLOSE = 1e-10  # by how much float64 parameters may differ from those of one process
 
 
 def before_times() -> int:
-    """Steps that are made before times are taken."""
     from linkweave.collectives.training.tuner import SETTLED_NAMED  # needs torch
 
     return SETTLED_NAMED + 1
@@ -56,9 +54,7 @@ def steps_of(model: Any, optimizer: Any, rank: int, size: int, device: str) -> f
     import torch
     from torch.nn.functional import cross_entropy
 
-    from linkweave.collectives.training.tuner import SETTLED_NAMED
-
-    settled = SETTLED_NAMED + 1  # steps before times are taken
+    settled = before_times()
 
     def moment() -> float:
         if device.startswith("cuda"):
@@ -100,7 +96,6 @@ def trained(rank: int, arrays: Arrays, policy: str, device: str) -> tuple[float,
 
 
 def train(arrays: Arrays, ranks: int, policy: str, device: str = "cuda") -> Result:
-    """Train by a policy; the slowest rank's times."""
     found = on_ranks(trained, ranks, arrays, policy, device, timeout=60)
     if (apart := max(row[1] for row in found)) > CLOSE:
         raise Failed(f"parameters differ by {apart:.1e} from those of one process")

@@ -22,8 +22,6 @@ TENSORS = 50  # of a layer's table
 
 
 class TritonRows:
-    """Rows for torch tensors on the current GPU."""
-
     def __init__(self, meter: Meter, device: str = "cuda", elements: int = ELEMENTS) -> None:
         self.meter, self.device, self.elements = meter, device, elements
 

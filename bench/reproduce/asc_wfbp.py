@@ -47,8 +47,7 @@ GAINS = {
 }  # fmt: skip
 """Of ASC-WFBP over WFBP and MG-WFBP, as table IV prints them."""
 TENSORS = {"resnet152": 467, "densenet201": 604, "inceptionv4": 449, "bert-base": 206}
-WIRE = 2 * 8 / 9.43e9
-"""Seconds a byte at the line rate (equation 43)."""
+WIRE = 2 * 8 / 9.43e9  # seconds a byte at the line rate (equation 43)
 # samples a GPU, then samples a second of 1 GPU and of 32 by WFBP, MG-WFBP and ByteScheduler
 THROUGHPUT = {
     "resnet50": (64, 253.1, (5113.18, 6883.6, 4754.26)),
@@ -94,7 +93,6 @@ def limit_of(profile: overlap.Profile) -> float:
 
 
 def chained_limit_of(profile: overlap.Profile) -> float:
-    """The same if both passes hide all that they can."""
     compute = profile.forward_s + profile.backward_s
     return GPUS * compute / max(compute, profile.nbytes * WIRE)
 
@@ -209,13 +207,11 @@ def _misfit(found: Recorded) -> float:
 
 
 def _faster(one: str, other: str, found: Recorded) -> float:
-    """How many times as fast one policy's steps are as another's."""
     mine, theirs = (found.row(policy=name)["measured_ms"] for name in (one, other))
     return float(theirs / mine)
 
 
-_TWO = (4_000_000, 4e-3)
-"""Bytes of two all-reduces, and seconds between their starts."""
+_TWO = (4_000_000, 4e-3)  # bytes of two all-reduces, and seconds between their starts
 
 
 def _equation_13() -> float:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from statistics import fmean as mean
 
 from linkweave import collectives
 from linkweave.bench.reproduce import scale
-from linkweave.bench.reproduce.rows import COMPUTED, SIMULATED, Part, Plot, Row, Series, mean
+from linkweave.bench.reproduce.rows import COMPUTED, SIMULATED, Part, Plot, Row, Series
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Network
 from linkweave.collectives.planning.algorithms.over_trees import (
@@ -31,8 +32,7 @@ MB = 1 << 20
 SIZES = tuple(n * MB for n in (1, 4, 16, 64, 128, 256, 512))
 ALPHA, BETA = 5e-6, 1 / 25e9
 """Start-up, which the paper does not tell, and seconds a byte of a link, for equations 2, 5, 7."""
-SLICE = 200_000
-"""Bytes of a slice: 50,000 parameters, as in P3, which the paper cites for slicing."""
+SLICE = 200_000  # bytes of a slice: 50,000 parameters, as in P3, which the paper cites for slicing
 
 DRAWINGS = "figures 2 and 6 to 11 draw the method and have no values"
 
@@ -52,13 +52,11 @@ def baseline(topology: Topology) -> Algorithm:
 
 
 def seconds(algorithm: Named, nbytes: int, alpha_us: float = 5.0) -> float:
-    """The simulated time of an all-reduce on the DGX-1."""
     plan = collectives.plan_allreduce(machine(alpha_us), nbytes, algorithm)
     return collectives.simulate(plan, machine(alpha_us), nbytes).seconds
 
 
 def gain(nbytes: int, alpha_us: float = 5.0) -> float:
-    """The time of B over that of C1."""
     return seconds(baseline, nbytes, alpha_us) / seconds("ccube_dgx1", nbytes, alpha_us)
 
 
@@ -70,7 +68,6 @@ def tree_seconds(size: int, nbytes: float) -> float:
 
 
 def overlapped_seconds(size: int, nbytes: float) -> float:
-    """Equation 7, with overlap."""
     depth = math.log2(size)
     return 2 * depth * ALPHA + BETA * nbytes + 3 * math.sqrt(ALPHA * BETA * nbytes * depth)
 
@@ -86,7 +83,6 @@ def ring_ratio(size: int, nbytes: int) -> float:
 
 
 def communication() -> Part:
-    """Figures 3, 4, 5 and 12: all-reduces alone."""
     gains = {n: gain(n) for n in SIZES}
     model = {n: equation_ratio(n) for n in SIZES}
     large = [n for n in SIZES if n >= 64 * MB]
@@ -143,7 +139,6 @@ def _steps(name: str, topology: Topology) -> int:
 
 
 def scaling() -> Part:
-    """Figure 14: trees against rings up to 1,024 ranks."""
     found = [*scale.rows()]
     small = [r for r in found if r.nbytes < scale.SIZES[-1]]
     large = [r for r in found if r.nbytes == scale.SIZES[-1]]

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from statistics import fmean as mean
 
 import torch
 from scipy.stats import spearmanr
@@ -29,7 +30,6 @@ from linkweave.bench.reproduce.rows import (
     Plot,
     Row,
     Series,
-    mean,
 )
 from linkweave.bench.train_models import resnet50
 from linkweave.collectives import overlap
@@ -43,8 +43,7 @@ ALGORITHMS: dict[str, Named] = {
 MEANS = " The paper's are means over three other models on a DGX-1."
 CHAINED = ("C2", "CC")
 MODELS = ("zfnet", "vgg16", "resnet50")
-BATCHES = (16, 32, 64)
-"""The text names 64 only, and "small" ones."""
+BATCHES = (16, 32, 64)  # the text names 64 only, and "small" ones
 SLOWER = {"high bandwidth": 1, "low bandwidth": 4}
 FLOPS = REACHED * PEAKS[70][0] * 1e12
 CASES = {
@@ -84,7 +83,6 @@ def step(system: str, profile: Profile, slower: int = 1) -> Schedule:
 
 
 def training() -> Part:
-    """Figure 13: steps of three models, and what chaining and overlapping gain."""
     shares: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
     where = []
     for words, slower in SLOWER.items():
@@ -188,7 +186,6 @@ def patterns() -> Part:
 
 
 def layers() -> Part:
-    """Figure 17 with measured times."""
     found = [unit for unit in resnet50_times().layers if unit.nbytes > 64 << 10]
     slows = float(spearmanr(range(len(found)), [unit.forward_s for unit in found]).statistic)
     rows = (

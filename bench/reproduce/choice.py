@@ -25,11 +25,8 @@ FACTORS = (0.25, 0.5, 1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One machine; times in s, sizes in bytes."""
-
     machine: str
-    worst: float
-    """The largest ratio of `auto`'s simulated time to the best found."""
+    worst: float  # the largest ratio of `auto`'s simulated time to the best found
     worst_at: int
     crossovers: tuple[tuple[int, str], ...]
 
@@ -50,7 +47,6 @@ def compare(machine: Topology, nbytes: int) -> tuple[str, float]:
 
 
 def rows() -> Iterator[Row]:
-    """Compare on all machines at all sizes."""
     for name in MACHINES:
         machine = load(name)
         worst, at = max((compare(machine, size)[1], size) for size in SIZES)

@@ -43,7 +43,6 @@ class Row:
 
 
 def row(cluster: str) -> Row:
-    """Plan and simulate on one cluster."""
     start = time.perf_counter()
     machine: Topology = topology.load(cluster)
     plan = collectives.plan_allreduce(machine, NBYTES)
@@ -55,7 +54,6 @@ def row(cluster: str) -> Row:
 
 
 def rows() -> Iterator[Row]:
-    """All clusters."""
     for network, machine, nodes in product(NETWORKS, MACHINES, NODES):
         yield row(f"{nodes} x {machine} {network}".strip())
 

@@ -19,13 +19,13 @@ from linkweave.bench.command.options import WIDTH, JsonOption, console, writable
 from linkweave.collectives import CollectiveError
 
 PAPERS = ("c-cube", "gtop-k", "embrace", "asc-wfbp", "us-byte", "predictions")
+# tables about the planner; the times are those on two idle cores
 _TABLES = {
     "c-cube-14": ("trees against rings up to 1,024 ranks", "15 s"),
     "clusters": ("auto on clusters against the bound", "35 min"),
     "choice": ("what auto takes against the best of all algorithms", "2.5 min"),
     "schedules": ("auto for all models and networks", "5 min"),
 }
-"""Tables about the planner; the times are those on two idle cores."""
 
 
 def reproduce(
@@ -40,11 +40,6 @@ def reproduce(
         Path | None,
         typer.Option("--html", help="Write one page with plots, for a paper or all."),
     ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--keep", help="The folder of finished parts, from which a run goes on; by "
-                     "default out/reproduce."),
-    ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Instead, repeat a paper's recorded measurements, and "
                            "compare each with its record; hosts need root. 1 to 40 min each."),
@@ -54,16 +49,15 @@ def reproduce(
     """Put papers' figures beside ours, or tabulate auto's choices."""
     if measure:
         if what not in PAPERS or page or as_json:
-            raise CollectiveError("--measure goes with one paper and --keep alone")
-        _measure(what, folder or Path("out/reproduce"))
+            raise CollectiveError("--measure goes with one paper alone")
+        _measure(what, Path("out/reproduce"))
     elif what in _TABLES:
-        for flag, given in (("--html", page), ("--keep", folder)):
-            if given:
-                raise CollectiveError(f"{flag} is for papers, not for {what}")
+        if page:
+            raise CollectiveError(f"--html is for papers, not for {what}")
         _table(what, as_json)
     elif what in (*PAPERS, "all"):
         names = PAPERS if what == "all" else (what,)
-        _papers(names, folder or Path("out/reproduce"), page, as_json)
+        _papers(names, page, as_json)
     else:
         raise CollectiveError(
             f"unknown {what!r}: choose a paper ({', '.join(PAPERS)}), all, or a table "
@@ -71,16 +65,14 @@ def reproduce(
         )
 
 
-def _papers(names: tuple[str, ...], folder: Path, page: Path | None, as_json: bool) -> None:
+def _papers(names: tuple[str, ...], page: Path | None, as_json: bool) -> None:
     from linkweave.bench.reproduce import papers, report
 
     writable(html=page)
     done = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(papers.parts_of(names)))
-        for one in papers.collect(
-            names, folder, lambda name: progress.update(task, description=name)
-        ):
+        for one in papers.collect(names, lambda name: progress.update(task, description=name)):
             done.append(one)
             progress.advance(task)
     if as_json:
@@ -100,12 +92,13 @@ def _measure(paper: str, folder: Path) -> None:
     from linkweave.bench.reproduce import papers
     from linkweave.bench.reproduce.measured import COMMANDS, RESULTS
 
-    parts = [one.part for one in papers.collect([paper], folder)]
+    parts = [one.part for one in papers.collect([paper])]
     names = dict.fromkeys(row.record for part in parts for row in part.rows if row.record)
     if not names:
         raise CollectiveError(f"no row of {paper} quotes a record")
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     failed = []
+    folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         made = folder / f"{name}.json"
         console.print(f"\n{name}: {COMMANDS[name]}", highlight=False, soft_wrap=True)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linkweave.bench.reproduce.embrace_costs import WAYS, equation_seconds, shared_seconds, wins
-from linkweave.bench.reproduce.embrace_paper import (
+from linkweave.bench.reproduce.embrace_model import (
     BANDWIDTH,
+    BASELINES,
     CLUSTERS,
     DENSE,
     FIGURE4,
@@ -26,19 +26,22 @@ from linkweave.bench.reproduce.embrace_paper import (
     SHARES,
     STALLS,
     STARTUP,
+    UTILISATIONS,
+    WAYS,
     WORKERS,
     Cluster,
     Model,
-)
-from linkweave.bench.reproduce.embrace_step import (
-    BASELINES,
-    UTILISATIONS,
+    Sizes,
     Step,
     baseline_period,
     embrace_period,
+    equation_seconds,
     forward_seconds,
+    shared_seconds,
+    sizes,
+    wins,
+    zipf,
 )
-from linkweave.bench.reproduce.embrace_tokens import Sizes, sizes, zipf
 from linkweave.bench.reproduce.measured import Recorded, measured
 from linkweave.bench.reproduce.rows import (
     COMPUTED,
@@ -53,12 +56,10 @@ from linkweave.bench.reproduce.rows import (
 )
 from linkweave.collectives import overlap
 
-GNMT = MODELS[1]
-"""The model of table 2 and figure 4."""
+GNMT = MODELS[1]  # the model of table 2 and figure 4
 SPARSITIES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
 HALF = UTILISATIONS[1]
-ON_HOST = ("LM", "RTX2080")
-"""The model whose tables the paper keeps in host memory, on these GPUs."""
+ON_HOST = ("LM", "RTX2080")  # the model whose tables the paper keeps in host memory, on these GPUs
 LSTM = "embedding-131072-4-hosts-1gbit"
 STEP = "the paper gives neither computation times nor reached bandwidths: half of the peak FLOP/s"
 ZIPF = "Zipf tokens in place of the paper's texts, which it does not publish"
@@ -113,7 +114,6 @@ def exact_over_equation(cluster: Cluster) -> float:
 
 
 def gradient(model: Model) -> Sizes:
-    """Rows of a worker's gradients of one table, of 16 workers."""
     return sizes(zipf(model.rows, WORKERS[-1], model.tokens()))
 
 
@@ -135,7 +135,6 @@ def speeds(model: Model, gpu: int) -> list[Speed]:
 
 
 def tables() -> Part:
-    """Tables 1 to 3 and figure 4."""
     rows = []
     bert = overlap.model("bert-base")
     table = next(layer.nbytes for layer in bert.layers if "word_embeddings" in layer.name)
@@ -204,7 +203,6 @@ def tables() -> Part:
 
 
 def training() -> Part:
-    """Figures 7 to 11: speeds, stalls, what each half gains, scaling and convergence."""
     every = {(model.name, gpu.name): speeds(model, g) for model in MODELS
              for g, gpu in enumerate(GPUS) if (model.name, gpu.name) != ON_HOST}  # fmt: skip
     found = [s for some in every.values() for s in some if s.utilisation == HALF]

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean as mean
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,6 @@ from linkweave.bench.reproduce.rows import (
     Plot,
     Row,
     Series,
-    mean,
 )
 from linkweave.bench.sparse import medians
 from linkweave.collectives.planning.equations import dense_seconds, gtopk_seconds, topk_seconds
@@ -47,8 +47,7 @@ from linkweave.topology import load
 
 NAMES = {"dense": "dense", "topk": "top-k", "gtopk": "gTop-k"}
 SCALE = (4, 8, 16, 32, 64, 128)
-NUMEL = 25 << 20
-"""Elements of 100 MB (the repository's reading of it), for figure 9, left."""
+NUMEL = 25 << 20  # elements of 100 MB (the repository's reading of it), for figure 9, left
 CLUSTER = "{} x pcie-1 nics=1 nic=0.111111GB/s latency=436us"
 """The paper's cluster, whose GPUs meet at one switch, with 1 / BETA and ALPHA."""
 OTHERS = (("dense", "dense"), ("PowerSGD, rank 1", ""), ("top-k", "topk"))
@@ -152,7 +151,6 @@ def passes(model: Model) -> float | None:
 
 
 def scaling() -> Part:
-    """Tables I, VI and VII and figures 9 to 11."""
     k = int(NUMEL * DENSITY)
     rows = [
         Row("figure 9, left", "workers from which gTop-k is faster than top-k at 100 MB",
@@ -222,8 +220,6 @@ def scaling() -> Part:
 
 
 def training() -> Part:
-    """Figures 5 to 8 and 12: convergence, and the network."""
-
     def chosen(found: Recorded, density: float, conserve: bool) -> dict[str, Any]:
         rows = (r for r in found.rows if r["gtopk"] and r["gtopk"]["density"] == density)
         return next(r for r in rows if r["gtopk"]["conserve"] == conserve)
@@ -305,7 +301,6 @@ def training() -> Part:
 
 
 def residuals() -> Part:
-    """Where residuals gather, with what merges drop kept and lost."""
     rows = [
         Row("section III", f"{ranks} ranks: L1 of the largest residual, as a multiple of the mean"
             f"{', what merges drop kept' if conserve else ', by algorithm 4'}", None,
@@ -318,7 +313,6 @@ def residuals() -> Part:
 
 
 def _exchange(other: str, found: Recorded) -> float:
-    """How many times as long another hook's exchange takes as gTop-k's."""
     theirs, mine = (found.row(hook=name)["exchange_ms"] for name in (other, "gTop-k"))
     return float(theirs / mine)
 

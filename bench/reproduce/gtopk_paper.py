@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ALPHA = 0.436e-3
-"""Start-up of a message between two nodes in seconds (section IV-C)."""
-BETA = 4 * 9e-9
-"""Seconds an element of 4 bytes (section IV-C: 9e-6 ms a byte)."""
+ALPHA = 0.436e-3  # start-up of a message between two nodes in seconds (section IV-C)
+BETA = 4 * 9e-9  # seconds an element of 4 bytes (section IV-C: 9e-6 ms a byte)
 DENSITY = 0.001
-PCIE = 250e6
-"""Bytes/s of a GPU's only lane (table III)."""
+PCIE = 250e6  # bytes/s of a GPU's only lane (table III)
 
 WORKERS = (1, 4, 8, 16, 32)
 METHODS = ("dense", "topk", "gtopk")
@@ -43,7 +40,6 @@ class Model:
 
     @property
     def k(self) -> int:
-        """The entries that a worker selects."""
         return int(self.numel * DENSITY)
 
 

@@ -1,18 +1,12 @@
-"""The parts of `linkweave reproduce PAPER`, computed one by one and kept.
-
-A run that was interrupted goes on where it ended.
-"""
+"""The parts of `linkweave reproduce PAPER`, computed one by one."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from linkweave.bench import timing
 from linkweave.bench.reproduce import (
     asc_wfbp,
     c_cube,
@@ -22,8 +16,7 @@ from linkweave.bench.reproduce import (
     predictions,
     us_byte,
 )
-from linkweave.bench.reproduce.rows import Make, Part, part_from
-from linkweave.collectives import CollectiveError
+from linkweave.bench.reproduce.rows import Make, Part
 
 PAPERS: dict[str, dict[str, Make]] = {
     "c-cube": {
@@ -50,14 +43,10 @@ TITLES = {
     "us-byte": "US-Byte: unequal blocks in near-optimal order",
     "predictions": "Predicted steps beside measured ones",
 }
-SOURCES = Path(__file__).parents[2]
-"""The folder of the packages: linkweave's, or the top of a checkout."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A part that was computed, now or by an earlier run."""
-
     paper: str
     name: str
     part: Part
@@ -65,61 +54,21 @@ class Done:
 
 
 def parts_of(papers: Sequence[str]) -> list[tuple[str, str]]:
-    """The names of all parts of these papers."""
     return [(paper, name) for paper in papers for name in PAPERS[paper]]
 
 
 def collect(
-    papers: Sequence[str], folder: Path, begins: Callable[[str], None] = lambda name: None
+    papers: Sequence[str], begins: Callable[[str], None] = lambda name: None
 ) -> Iterator[Done]:
-    """Yield all parts of the papers, and keep each in the folder, once it is there.
-
-    A part of the folder is taken as it is if the sources have not changed since. `begins` is told
-    the name of each part.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise CollectiveError(f"--keep must be a folder, not the file {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
-    version = sources_hash()
+    """Yield all parts of the papers; `begins` is told the name of each."""
     for paper, name in parts_of(papers):
         begins(f"{paper}: {name}")
-        file = folder / f"{paper}-{name}.json"
-        if (kept := _kept(file, version)) is not None:
-            yield Done(paper, name, *kept)
-            continue
         start = time.perf_counter()
         part = PAPERS[paper][name]()
-        seconds = time.perf_counter() - start
-        data = {"sources": version, "seconds": seconds, "part": asdict(part)}
-        unfinished = file.with_suffix(".part")
-        unfinished.write_text(json.dumps(data))
-        unfinished.replace(file)
-        yield Done(paper, name, part, seconds)
-
-
-def _kept(file: Path, version: str) -> tuple[Part, float] | None:
-    try:
-        data = json.loads(file.read_text())
-        if data["sources"] == version:
-            return part_from(data["part"]), data["seconds"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return None
-
-
-def sources_hash() -> str:
-    """A hash of what may change a value: our sources, the recorded results, the processor. Other
-    versions of packages change measured times a little, and are not in it."""
-    found = hashlib.sha256(str(timing.machine()["cpu"]).encode())
-    for name in ("bench", "collectives", "kernels", "topology"):
-        for path in sorted((SOURCES / name).rglob("*")):
-            if path.suffix in (".py", ".json"):
-                found.update(path.read_bytes())
-    return found.hexdigest()
+        yield Done(paper, name, part, time.perf_counter() - start)
 
 
 def as_json(done: Sequence[Done]) -> str:
-    """All parts, each row with its difference."""
     return json.dumps([
         {
             "paper": one.paper, "part": one.name, "seconds": one.seconds,

@@ -33,7 +33,6 @@ def pairs(found: Recorded) -> list[tuple[float, float]]:
 
 
 def errors(points: list[tuple[float, float]]) -> list[float]:
-    """The relative errors, in %, of predictions."""
     return [100 * abs(predicted / measured - 1) for predicted, measured in points]
 
 

@@ -34,7 +34,6 @@ def value(found: float | str | None, unit: str) -> str:
 
 
 def paper_text(paper: str, done: Sequence[Done]) -> str:
-    """The rows of a paper, why they differ, and what is not reproduced."""
     rows = [row for one in done for row in one.part.rows]
     shown = [
         (str(number), row.item, row.what, value(row.theirs, row.unit), value(row.ours, row.unit),
@@ -86,7 +85,6 @@ def summary(done: Sequence[Done]) -> str:
 
 
 def page(done: Sequence[Done]) -> str:
-    """One HTML page that needs nothing else."""
     words, papers = summary(done), dict.fromkeys(one.paper for one in done)
     body = [f"<p>{html.escape(words)}</p>"] if words else []
     links = (f'<a href="#{paper}">{html.escape(TITLES[paper])}</a>' for paper in papers)
@@ -131,7 +129,6 @@ def _figure(plot: Plot) -> str:
 
 
 def drawn(plot: Plot) -> str:
-    """The plot as SVG."""
     import matplotlib
 
     matplotlib.use("Agg")

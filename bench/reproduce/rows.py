@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 NETWORK = "measured on hosts"
 CPU_RANKS = "measured on CPU ranks"
@@ -25,8 +24,7 @@ HOWS = (NETWORK, CPU_RANKS, SLEEPING, CORE, GPU, SIMULATED, COMPUTED, DESIGN, IN
 the same with layers that sleep and all-reduces on throttled lanes; one process; a GPU; plans or
 timelines in the simulator; closed forms; no run, as they follow from how linkweave is made, which
 tests check; the paper itself, as a definition or by what it gives, which reproduces nothing."""
-OTHER = "other"
-"""The item of values that are not the paper's but somebody's beside it."""
+OTHER = "other"  # the item of values that are not the paper's but somebody's beside it
 _RANGE = re.compile(r"(-?[\d.]+) to (-?[\d.]+)")
 _LIMIT = re.compile(r"(at most|below|at least|above) ([\d.]+)")
 
@@ -143,31 +141,9 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows and plots of a part of a paper, and notes that hold for all of them."""
-
     rows: tuple[Row, ...]
     plots: tuple[Plot, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 Make = Callable[[], Part]
-
-
-def part_from(data: Any) -> Part:
-    """The part whose `dataclasses.asdict` gave `data`, possibly by way of JSON."""
-    plots = (
-        Plot(**{
-            **plot,
-            "series": tuple(
-                Series(s["name"], tuple(s["x"]), tuple(s["y"])) for s in plot["series"]
-            ),
-        })
-        for plot in data["plots"]
-    )  # fmt: skip
-    return Part(tuple(Row(**row) for row in data["rows"]), tuple(plots), tuple(data["notes"]))
-
-
-def mean(values: Any) -> float:
-    """The arithmetic mean."""
-    found = list(values)
-    return sum(found) / len(found)

@@ -111,7 +111,6 @@ def _ring(ranks: int, nbytes: int, form: float) -> float:
 
 
 def rows() -> Iterator[Row]:
-    """All of the table."""
     return starmap(_row, product(RANKS, SIZES))
 
 

@@ -18,8 +18,6 @@ TOTAL = len(overlap.models()) * len(overlap.PRESETS) * len(WORKERS)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Seconds of `auto`, of the best named policy and of MG-WFBP; shares of the lower bound."""
-
     model: str
     network: str
     workers: int

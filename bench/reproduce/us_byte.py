@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
+from statistics import fmean as mean
 from statistics import median
 
 from linkweave.bench.reproduce.measured import Recorded, here, measured, recorded
@@ -21,7 +22,6 @@ from linkweave.bench.reproduce.rows import (
     Plot,
     Row,
     Series,
-    mean,
 )
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
@@ -41,15 +41,14 @@ MODELS = ("googlenet", "resnet50", "vgg16", "mobilenetv2", "bert-base")
 ORDERS = 1000
 SIZES = tuple(n * 100_000 // 8 // 16 * 16 for n in (1, 5, 10, 40, 80))
 """Bytes of basic blocks: 0.1 to 8 Mb."""
+# what section 6.7 fixes for figure 18
 AT_128: dict[str, dict[str, int]] = {
     "us-byte": {"partition": PARTITION},
     "bytescheduler": {"partition": PARTITION, "credit": 2},
     "wfbp": {},
 }
-"""What section 6.7 fixes for figure 18."""
 STEPS = LANES[:3]
-TABLE_4 = {"resnet50": 3.55, "vgg16": 1.22, "bert-base": 4.75}
-"""On cluster 1, in %."""
+TABLE_4 = {"resnet50": 3.55, "vgg16": 1.22, "bert-base": 4.75}  # on cluster 1, in %
 FROM_A_RING = (
     "the printed b is 40 times too small for 10GbE: a ring's is taken; forward totals are measured "
     "on a V100 (BERT-base's 80 ms are assumed) and divided among layers by FLOPs"
@@ -100,7 +99,6 @@ def _gains_at_128(model: str) -> tuple[float, float]:
 
 
 def _at(rate: int) -> Network:
-    """Cluster 2 with so many Gbit/s."""
     return replace(CLUSTER2, seconds_per_byte=CLUSTER2.seconds_per_byte * 100 / rate)
 
 
@@ -110,7 +108,6 @@ def _span(values: Sequence[float]) -> str:
 
 
 def speeds() -> Part:
-    """Figures 10, 11, 14 and 18: workers and bandwidths."""
     rows, at = [], (2, 4, 8, 16, 32, 64, 128)
     at_8 = [_gains(CLUSTER1, model) for model in MODELS]
     at_128 = [_gains_at_128(model) for model in MODELS]
@@ -165,7 +162,6 @@ def speeds() -> Part:
 
 
 def orders() -> Part:
-    """Figures 13, 15 and 16: the order of the second phase, and the size of basic blocks."""
     rows = []
     for model in ("resnet50", "vgg16"):
         made = overlap.plan(overlap.model(model), CLUSTER1, "us-byte")
@@ -204,7 +200,6 @@ def orders() -> Part:
 
 
 def analysis() -> Part:
-    """Sections 5.3 and 7.2: numbers of all-reduces, extremes of latency, greedy order."""
     rows = []
     for name in MODELS:
         profile = overlap.model(name)
@@ -265,7 +260,6 @@ def _slower(made: Schedule) -> float:
 
 
 def measurements() -> Part:
-    """Tables 3 to 5 and figures 9, 12 and 17."""
     models = {name: name.split("-e")[0].removeprefix("steps-") for name in STEPS}
     rows = [
         measured("table 4", f"{model}: error of a predicted step of US-Byte",

@@ -24,11 +24,9 @@ from linkweave.topology.json_reader import parse_json
 MOST_OPS, MOST_CHANNELS, MOST_AT_ONCE = 64, 16, 8
 """Limits of a thread block's ops and channels, and of an op's channels."""
 MOST_REGIONS = 2 + MOST_AT_ONCE
-MOST_SEMAPHORES, MOST_BARRIERS = 16, 16
-"""Of an op, and of a rank."""
+MOST_SEMAPHORES, MOST_BARRIERS = 16, 16  # of an op, and of a rank
 MOST_SHARES = 64
-MOST_BYTES = (1 << 32) - 1
-"""Of a buffer: offsets have 32 bits."""
+MOST_BYTES = (1 << 32) - 1  # of a buffer: offsets have 32 bits
 MOST_ITERATIONS = (1 << 16) - 1
 
 
@@ -38,8 +36,7 @@ NAMES = {
 }  # fmt: skip
 """Its names of the collectives that plans are read and written for, by ours."""
 
-Channel = tuple[int, str, int]
-"""A channel of a rank: rank, "memory" or "port", number."""
+Channel = tuple[int, str, int]  # a channel of a rank: rank, "memory" or "port", number
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +168,6 @@ class ExecutionPlan:
         return found
 
     def ops(self) -> Iterator[tuple[int, int, Op]]:
-        """(rank, thread block, op), with those inside of pipelines."""
         for rank, gpu in enumerate(self.gpus):
             for number, ops in enumerate(gpu.blocks):
                 for op in ops:
@@ -185,7 +181,6 @@ class ExecutionPlan:
 
 
 def check(plan: ExecutionPlan) -> None:
-    """Raise PlanError unless the executor has room for the plan, and its numbers have meanings."""
     for rank, gpu in enumerate(plan.gpus):
         for number, ops in enumerate(gpu.blocks):
             where = f"rank {rank}, thread block {number},"
@@ -267,8 +262,6 @@ _FIELDS = {
 
 
 class _Reader:
-    """Resolves the tables of a rank."""
-
     def __init__(self, rank: int, size: int, data: Any) -> None:
         self.rank, self.size, self.data = rank, size, data
         self.peers: dict[str, list[int]] = {"memory": [], "port": []}
@@ -441,8 +434,6 @@ def _plan_out(plan: ExecutionPlan) -> dict[str, Any]:
 
 
 class _Writer:
-    """Builds the tables of a rank."""
-
     def __init__(self, rank: int, gpu: Gpu) -> None:
         self.rank, self.gpu = rank, gpu
         self.remote: dict[tuple[int, str], list[str]] = {}  # the types of channels to each buffer

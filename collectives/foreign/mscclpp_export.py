@@ -136,7 +136,6 @@ class _Export:
         )  # fmt: skip
 
     def block(self, track: Track) -> tuple[Op, ...]:
-        """The ops of a track."""
         plan, rank = self.source, track.rank
         mine = [
             (c, (c.src, c.src_channel) == (rank, track.channel), numbers)
@@ -157,7 +156,6 @@ class _Export:
         return tuple(_with_nops(_merged(ops)))
 
     def ops(self, track: Track, phase: int, at: int, step: Step) -> Iterable[Op]:
-        """What a step becomes."""
         plan, rank = self.source, track.rank
         connections = step.connections
         first = plan.connections[connections[0]]

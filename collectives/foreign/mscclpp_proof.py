@@ -47,10 +47,8 @@ from linkweave.collectives.foreign.mscclpp import (
 from linkweave.collectives.foreign.mscclpp_rules import PUTS, check_rules, regions, reused_after
 from linkweave.topology import Topology
 
-MOST_STEPS = 1 << 20
-"""The most units that are moved."""
-MOST_LENGTHS = 64
-"""The longest chunk, in units, up to which all lengths are walked."""
+MOST_STEPS = 1 << 20  # the most units that are moved
+MOST_LENGTHS = 64  # the longest chunk, in units, up to which all lengths are walked
 MOST_UNITS = 1 << 16
 _WIDE, _PACKET = 16, 8
 """Bytes that a thread handles at once: threads of packets divide memory otherwise."""
@@ -132,7 +130,6 @@ class _Block:
         return self.lanes.get(number, self.common)
 
     def join(self) -> int:
-        """All threads have met."""
         for known in self.lanes.values():
             self.common |= known
         for known, handed in self.threads.values():
@@ -280,7 +277,6 @@ class _Proof:
         return ended
 
     def _run(self, block: _Block) -> Iterator[str]:
-        """Carry out a block's ops; yields while it waits."""
         for at, op, offset in self._calls(self.plan.gpus[block.rank].blocks[block.number]):
             block.at = at
             for _ in self._carry_out(block, op, offset):

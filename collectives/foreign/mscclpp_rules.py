@@ -27,14 +27,10 @@ from linkweave.topology.text import ranks
 
 PUTS = ("put", "pws", "pwsf")
 """The ops that a port channel's proxy carries out, if they are over one."""
-REUSED_SCRATCH = 1 << 26
-"""Bytes of scratch memory that all plans share if resources are reused."""
-MOST_REUSED = 64
-"""The most iterations after which reused scratch memory is."""
-MOST_CHUNKS = 1 << 14
-"""Of all ranks together."""
-MOST_FIRST = 64
-"""The largest first value of a semaphore."""
+REUSED_SCRATCH = 1 << 26  # bytes of scratch memory that all plans share if resources are reused
+MOST_REUSED = 64  # the most iterations after which reused scratch memory is
+MOST_CHUNKS = 1 << 14  # of all ranks together
+MOST_FIRST = 64  # the largest first value of a semaphore
 MOST_THREADS = 1024
 _INT4 = 16
 

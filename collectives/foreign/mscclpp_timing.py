@@ -177,7 +177,6 @@ class _Run:
         return None
 
     def paths(self, rank: int, region: Any, what: str, read: bool) -> Iterator[tuple[Ends, ...]]:
-        """The links that a region's bytes pass."""
         gpus, hops = self.topology.gpus, self.topology.hops
         if what in "rq":
             a, b = (region.ranks[0], rank) if read else (rank, region.ranks[0])
@@ -189,7 +188,6 @@ class _Run:
             yield ((switch, gpus[rank]),) if read else ((gpus[rank], switch),)
 
     def send(self, time: float, path: tuple[Ends, ...], nbytes: int) -> float:
-        """When bytes that set out now have arrived."""
         links = [self.topology.by_ends[ends] for ends in path]
         start, strands = time, []
         for ends, link in zip(path, links, strict=True):

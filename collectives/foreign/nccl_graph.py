@@ -33,8 +33,7 @@ RING, TREE = 0, 1
 KINDS = {RING: "ring", TREE: "tree", 2: "collnet chain", 3: "NVLS", 4: "collnet direct"}
 """What a graph is, by its id."""
 _PATTERNS = {RING: 4, TREE: 3}
-MOST_CHANNELS = 32
-"""Of a ring or a tree: half of NCCL's, which it doubles itself."""
+MOST_CHANNELS = 32  # of a ring or a tree: half of NCCL's, which it doubles itself
 CHANNEL = 20.0
 """GB/s of a channel at most: NCCL's own search has no faster ones before it doubles them, and one
 channel alone cannot fill more."""
@@ -86,7 +85,6 @@ class Graph:
         return over_trees("nccl_chains", topology, trees, True, identity)
 
     def _through(self, nodes: Sequence[Sequence[int]], topology: Topology) -> list[Ring]:
-        """The rings through all nodes, as ranks."""
         if self.kind != RING:
             raise PlanError(f"between nodes NCCL makes its own of a {KINDS[self.kind]}: no plan")
         local = _local(nodes, topology)
@@ -114,7 +112,6 @@ class Graph:
 
 
 def is_graph(text: str) -> bool:
-    """Whether a text looks like a file of graphs."""
     return text.lstrip("\ufeff \t\r\n").startswith("<") and "<graphs" in text[:4000]
 
 
@@ -394,7 +391,6 @@ def _speed(hops: Sequence[tuple[int, int]], topology: Topology) -> tuple[float, 
 
 
 def write(graphs: Iterable[Graph]) -> str:
-    """The text for `NCCL_GRAPH_FILE`."""
     lines = ['<graphs version="1">']
     for graph in graphs:
         lines.append(

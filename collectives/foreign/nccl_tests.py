@@ -69,7 +69,6 @@ class Log:
 
 
 def is_log(text: str) -> bool:
-    """Whether a text looks like what nccl-tests prints or writes."""
     return bool(_HEAD.search(_TAG.sub("", text))) or (
         text.lstrip().startswith("{") and '"bus_bw"' in text
     )
@@ -214,8 +213,7 @@ _DOMINATES = 2.0
 _FASTER = 1.5
 """From where on a plan of ours is said to be faster: predictions count what links carry on the
 wires, of which NCCL reckons four fifths as payload, and are within a fifth."""
-_SMALL = 0.05
-"""Below such a share of the bound, the largest message says nothing of links."""
+_SMALL = 0.05  # below such a share of the bound, the largest message says nothing of links
 
 
 def judge(log: Log, topology: Topology, collective: str = "") -> Judgement:

@@ -23,8 +23,7 @@ from linkweave.collectives.foreign.mscclpp_rules import reducing_switch
 from linkweave.collectives.planning.layout import ALIGN
 from linkweave.topology import Topology, speeds
 
-BLOCKS = 16
-"""Thread blocks of a rank: they divide its share."""
+BLOCKS = 16  # thread blocks of a rank: they divide its share
 MOST_RANKS = MOST_AT_ONCE + 1
 EFFICIENCY = {90: 0.85, 100: 0.74}
 """What NVLS reaches of that, by the compute capability from which on it holds: NCCL's
@@ -36,13 +35,11 @@ class Prediction:
     """An all-reduce by the switches, and what the figure rests on, in words."""
 
     seconds: float
-    payload: float
-    """The share of what links carry that is payload."""
+    payload: float  # the share of what links carry that is payload
     inputs: str
 
 
 def possible(topology: Topology) -> bool:
-    """Whether there is such a plan for this machine."""
     size = len(topology.gpus)
     return 1 < size <= MOST_RANKS and bool(reducing_switch(topology, range(size)))
 

@@ -27,7 +27,6 @@ _LINE = re.compile(rf"""\b({TREES}|{RINGS})=(?:"([^"\n]*)"|'([^'\n]*)'|(\S*))"""
 
 
 def is_text(text: str) -> bool:
-    """Whether a text sets one of the variables."""
     return bool(_LINE.search(text))
 
 

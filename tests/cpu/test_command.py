@@ -16,7 +16,7 @@ import pytest
 from linkweave import collectives, topology
 from linkweave.bench import collectives as collectives_bench
 from linkweave.bench import links, peers
-from linkweave.bench.command import demo
+from linkweave.bench.command import demo, options
 from linkweave.bench.command.options import parse_size, writable
 from linkweave.collectives import CollectiveError, Plan, plan_allreduce, plan_collective, verify
 from linkweave.collectives.distributed import engine
@@ -358,10 +358,10 @@ def test_figures_of_gpus_are_what_a_group_reads(
     assert all(row.wrong == 0 and row.model_us is None for row in rows)
     rows[1] = replace(rows[1], library="nccl", time_us=rows[0].time_us)
     monkeypatch.setattr(engine, "model", lambda: "NVIDIA H100")
-    assert collectives_bench.line(rows[0]).startswith(f"{kind:14}       4096  linkweave")
+    assert str(rows[0]).startswith(f"{kind:14}       4096  linkweave")
     assert "2 GPUs on auto" in collectives_bench.header(asked)
     path = tmp_path / "figures.json"
-    path.write_text(collectives_bench.as_json_text(asked, rows))
+    path.write_text(options.report(rows, **collectives_bench.about(asked)))
     monkeypatch.setenv("LINKWEAVE_CUDA", str(path))
     found = CudaEngine.choose(2, True)
     assert found.takes(kind, 4096) and not found.takes(kind, 4100)

@@ -27,7 +27,6 @@ from nvrtc import Nvrtc
 from linkweave import kernels
 from linkweave.collectives.calls.sparse.backend import Wire
 from linkweave.kernels.gpu import arrays as gpu
-from linkweave.kernels.gpu import clock
 from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.kernels.gpu.source import PLAIN, source
 from linkweave.kernels.merge import entries as gpu_entries
@@ -355,7 +354,6 @@ STRUCTS = {
     "topk/select.cu": {"Select": gpu_select.SELECT}, "rows/rows.cu": {"Rows": gpu_rows.ROWS},
     "merge/merge.cu": {"Merge": gpu_merge.MERGE, "Part": gpu_merge.PART},
     "rows/sort.cu": {"Sort": gpu_rows.SORT}, "merge/entries.cu": {"Entries": gpu_entries.ENTRIES},
-    "gpu/clock.cu": {"Ticks": clock.TICKS},
 }  # fmt: skip
 
 
@@ -374,7 +372,6 @@ def test_structs_are_those_of_the_device(file: str) -> None:
 
 
 CASES = [
-    ("gpu/clock.cu", ()),
     *((file, gpu.element(d)) for file in ("topk/select.cu", "merge/entries.cu", "rows/rows.cu")
       for d in ("float32", "float16", "bfloat16")),
     *(("merge/merge.cu", gpu.element(i, "INDEX")) for i in ("int32", "int64")),

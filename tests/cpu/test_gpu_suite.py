@@ -263,7 +263,6 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
 
 
 # ---- measurements -------------------------------------------------------------------------------
-GRID = {"chunk_bytes": (1 << 15,), "width": (1, 99), "slots": (2, 3), "threads": (128,)}
 SETTINGS = {"algorithm", "chunks", "chunk_bytes", "slots", "slot_bytes", "protocol", "pushes",
             "width", "blocks", "resident", "threads", "registers"}  # fmt: skip
 MEASURES: dict[str, Callable[[Meter], Result]] = {
@@ -272,9 +271,6 @@ MEASURES: dict[str, Callable[[Meter], Result]] = {
     "hop": plans.hop, "bandwidth": partial(plans.bandwidth, nbytes=MIB),
     "capped": partial(plans.overlap, nbytes=MIB, link=plans.LINK),
     "uncapped": partial(plans.overlap, nbytes=MIB, link=None),
-    "sweep": partial(plans.sweep, nbytes=1 << 16, grid=GRID),
-    "short sweep": partial(plans.sweep, nbytes=8192, grid=plans.SHORT_GRID,
-                           algorithm="auto"),
     "dequeue": partial(gpu_suite.dequeue, nbytes=MIB),
     "matrices": partial(calls.beside_matmul, nbytes=1 << 16, link=1e8, matrix=64, where="cpu"),
 }  # fmt: skip
@@ -294,26 +290,9 @@ def test_plans_are_measured_with_their_settings(name: str, monkeypatch: pytest.M
         row = MEASURES[name](meter)
     nested = [v for v in row.values() if isinstance(v, dict)]
     assert all(v["settings"].keys() == SETTINGS for v in (row, *nested) if "settings" in v)
-    if "sweep" in name:
-        found = [r["settings"] for r in row["rows"]]
-        values = {key: {settings[key] for settings in found} for key in SETTINGS}
-        if name == "sweep":
-            most = found[0]["resident"] // 30  # tracks, for which 99 thread blocks do not fit
-            assert values["width"] == {1, most} and values["slots"] == {2, 3}
-            assert values["chunk_bytes"] == {1 << 15} and values["threads"] == {128}
-        else:
-            assert values["protocol"] == {"lines", "counters"}
     if name == "matrices":
         assert [r["blocks"] for r in row["rows"]] == [14 * width for width in (8, 4, 2, 1)]
         assert all(r["hidden"] <= 1.5 for r in row["rows"])
-
-
-@needs_compiler
-def test_settings_of_a_sweep_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with measured(monkeypatch) as meter:
-        MEASURES["sweep"](meter)
-        (row,) = plans.sweep(meter, 1 << 16, {})["rows"]
-    assert row["settings"]["slot_bytes"] >= 512 << 10 and row["settings"]["threads"] == 256
 
 
 @needs_compiler
@@ -348,12 +327,6 @@ def test_all_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     by_name = {(kernel["dtype"], kernel["op"]): kernel for kernel in row["kernels"]}
     assert len(by_name) == len(row["kernels"]) > len(made)
     assert all(kernel["registers"] > 0 < kernel["resident"] for kernel in by_name.values())
-
-
-@needs_compiler
-def test_the_tick_of_the_clock() -> None:
-    row = plans.tick(HostNumpy(), lambda x: HostKernels())
-    assert 0 < row["least_ns"] <= row["tick_ns"] <= row["most_ns"]
 
 
 class FewSparse(SparseRows):

@@ -60,7 +60,7 @@ def test_top_k_stays_far_ahead_of_torch() -> None:
 
 
 def test_an_all_reduce_stays_ahead_of_gloo() -> None:
-    rows = run(Settings(4, (1 << 16, 4 << 20), topology.load("cpu-4")))
+    rows = [*run(Settings(4, (1 << 16, 4 << 20), topology.load("cpu-4")))]
     for size in {row.size for row in rows}:
         times = {row.library: row.time_us for row in rows if row.size == size}
         assert times["gloo"] > 1.5 * times["linkweave"], times

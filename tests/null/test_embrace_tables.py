@@ -6,36 +6,34 @@ import numpy as np
 import pytest
 
 from linkweave.bench.reproduce import embrace as tables
-from linkweave.bench.reproduce import embrace_step
+from linkweave.bench.reproduce import embrace_model as embrace_step
 from linkweave.bench.reproduce.embrace import HALF, exact_over_equation, gradient, speeds
-from linkweave.bench.reproduce.embrace_costs import (
-    WAYS,
-    adapter_bytes,
-    equation_seconds,
-    shared_seconds,
-    wins,
-)
-from linkweave.bench.reproduce.embrace_paper import (
+from linkweave.bench.reproduce.embrace_model import (
     BANDWIDTH,
+    BASELINES,
     FIGURE4,
     MB,
     MODELS,
     STARTUP,
+    UTILISATIONS,
+    WAYS,
     WORKERS,
     Cluster,
     Model,
-)
-from linkweave.bench.reproduce.embrace_step import (
-    BASELINES,
-    UTILISATIONS,
+    Sizes,
     Step,
     Task,
+    adapter_bytes,
     baseline_period,
     embrace_period,
     ends,
+    equation_seconds,
     forward_seconds,
+    shared_seconds,
+    sizes,
+    wins,
+    zipf,
 )
-from linkweave.bench.reproduce.embrace_tokens import Sizes, sizes, zipf
 
 LM, GNMT, TRANSFORMER, BERT = MODELS
 SMALL = Model("small", 2.0, 1.0, 1, (2,), 1.0, 1.0, 1.0, 0, 0, 0, (1, 1), ((1, 1), (1, 1)))
