@@ -16,7 +16,7 @@ from linkweave.bench.collectives import Settings
 from linkweave.bench.peers import timed
 from linkweave.bench.timing import machine, schedule
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose, plan_allreduce, predict
 from linkweave.topology import Topology

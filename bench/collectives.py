@@ -31,7 +31,7 @@ from linkweave.bench.peers import (
     wanted,
 )
 from linkweave.bench.timing import machine, schedule
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.planning.planner import choose, predict
 from linkweave.collectives.runtime.cpu.cores import NEAR_NS, round_trip_ns
 from linkweave.topology import Topology

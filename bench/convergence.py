@@ -18,7 +18,7 @@ from linkweave import collectives
 from linkweave.bench.tasks import TASKS, Task
 from linkweave.bench.timing import rounds_of
 from linkweave.collectives import CollectiveError, DataParallel, GTopK
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.topology.checks import shown
 
 WARM_UP = (0.25, 0.0725, 0.015, 0.004)  # gTop-k, section IV-B

@@ -25,7 +25,7 @@ from linkweave.bench.command.options import install
 from linkweave.bench.peers import Gloo, timed
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 
 LAYERS = 8
 BATCH = 4  # of each rank

@@ -17,7 +17,7 @@ from numba import njit
 from linkweave import collectives
 from linkweave.bench.timing import rounds_of
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.kernels.atomics import copy_bytes
 from linkweave.kernels.plan.counters import turns
 from linkweave.topology import GpuId

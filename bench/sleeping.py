@@ -21,7 +21,7 @@ from linkweave import collectives
 from linkweave.bench.throttled import Throttled
 from linkweave.bench.timing import schedule as batch_scheduling
 from linkweave.collectives import overlap
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.overlap.units import ALIGN
 from linkweave.collectives.training.tuner import SPARSE, at_once, unchained
 

@@ -16,7 +16,7 @@ from linkweave.bench.sleeping import median_step, own_seconds, sleepers
 from linkweave.bench.throttled import Link, Throttled
 from linkweave.bench.timing import schedule as batch_scheduling
 from linkweave.collectives import overlap
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 
 VOCABULARY, WIDTH = 30_000, 64
 HEADER = f"{'policy':16}{'prefetch':>9}{'predicted ms':>14}{'measured ms':>13}{'error':>8}"

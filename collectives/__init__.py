@@ -28,8 +28,7 @@ from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.collectives.planning.verify import verify
 
 if TYPE_CHECKING:
-    from linkweave.collectives.calls.communicator import Communicator
-    from linkweave.collectives.calls.default import get_default, shutdown
+    from linkweave.collectives.calls.communicator import Communicator, get_default, shutdown
     from linkweave.collectives.calls.work import GradientQueue, Work
     from linkweave.collectives.cluster.join import init
     from linkweave.collectives.launch.processes import spawn
@@ -78,8 +77,8 @@ _LAZY = {
     "init": "cluster.join",
     "prefetch": "training.embedding.prefetch",
     "spawn": "launch.processes",
-    "shutdown": "calls.default",
-    "get_default": "calls.default",
+    "shutdown": "calls.communicator",
+    "get_default": "calls.communicator",
 }
 """Names that need the runtimes, and their modules."""
 
@@ -106,8 +105,7 @@ def __getattr__(name: str) -> Any:
 
 def _of_default(name: str) -> Callable[..., Any]:
     """A function that calls the method `name` of the default communicator."""
-    from linkweave.collectives.calls.communicator import Communicator
-    from linkweave.collectives.calls.default import get_default
+    from linkweave.collectives.calls.communicator import Communicator, get_default
 
     method = getattr(Communicator, name)
 

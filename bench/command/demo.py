@@ -18,7 +18,7 @@ from linkweave import collectives, topology
 from linkweave.bench import sleeping
 from linkweave.bench.command import gantt, options
 from linkweave.collectives import CollectiveError, overlap
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.topology.checks import integer
 
 MACHINE = "dgx1-v100"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import pickle
 import threading
 import time
 import weakref
@@ -40,6 +41,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.collective import COLLECTIVES, Root
 from linkweave.collectives.planning.completion import chunk_counts
 from linkweave.collectives.planning.layout import Sizes, block_table, chunk_bytes, reads, staging
+from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import size_class
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.arena import Arena
@@ -47,7 +49,7 @@ from linkweave.collectives.runtime.cpu.control import PLANNING, Health, HostCont
 from linkweave.collectives.runtime.cpu.executor import CpuExecutor, Ready, Region, memory_of
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.diagnose import RAISED
-from linkweave.collectives.runtime.encoded import Encoded, nothing
+from linkweave.collectives.runtime.encoded import nothing
 from linkweave.collectives.runtime.tensors import Block, as_buffer
 from linkweave.collectives.settings import Settings
 from linkweave.kernels.plan.interpreter import BLIND, HIDDEN
@@ -58,7 +60,6 @@ log = logging.getLogger("linkweave")
 
 _KNOWN, _REGIONS, _CHOSEN = 256, 64, 1024
 """How many kinds of calls (the most recently used), plans and choices (the newest) are kept."""
-_HEAD = 128  # bytes of the JSON header before an encoded plan
 _MOST_TEXT = 200  # bytes of an error message that the other ranks are sent
 PULL_BYTES = 128 << 10
 """Messages of at least so many bytes are read straight from the other ranks' memory, in collectives
@@ -110,7 +111,7 @@ class HostCalls:
         self._regions: OrderedDict[int, Region] = OrderedDict()
         self._idle = self.executor.load(nothing(self.size), arena.start)
         self._count = 0  # the number of the next plan, on rank 0
-        self._mine: dict[int, tuple[str, int]] = {}  # on rank 0: (plan's name, bytes of its region)
+        self._mine: dict[Plan, int] = {}  # on rank 0: the number of each plan of one group
         self._plans = HostPlans(self.planner, self.trace)
         self._scratch: NDArray[np.uint8] | None = None
         self._scratch_at = 0
@@ -374,9 +375,9 @@ class HostCalls:
             self._gather(request, b"", first=True)  # raises unless all ranks ask for the same
             with self.trace.phase("plan"):
                 data = self._share(lambda: self._planned(request, nbytes))
-            number, chunks, start = json.loads(data[:_HEAD])
+            number, chunks, start, encoded = pickle.loads(data)
             if number not in self._regions:
-                self._add(number, self.executor.load(Encoded.from_bytes(data[_HEAD:]), start))
+                self._add(number, self.executor.load(encoded, start))
             self._chosen[key] = number, chunks
             if len(self._chosen) > _CHOSEN:
                 gone, _ = self._chosen.popitem(last=False)
@@ -384,16 +385,14 @@ class HostCalls:
         return key
 
     def _planned(self, request: Request, nbytes: int) -> bytes:
-        """On rank 0: a header (plan number, chunks, start of its region) and a new plan's bytes."""
-        made, body, start = self._plans.make(request, nbytes), b"", 0
-        number = next((n for n, (name, _) in self._mine.items() if name == made.name), None)
-        if number is None:
-            nbytes = memory_of(made.encoded)
-            start, number = self._arena.reserve(nbytes), self._count
-            body = made.encoded.to_bytes()
-            self._count += 1
-            self._mine[number] = made.name, nbytes
-        return json.dumps([number, made.num_chunks, start]).encode().ljust(_HEAD) + body
+        """On rank 0: (plan number, chunks, start of its region, a new plan), pickled."""
+        template, encoded, chunks = self._plans.make(request, nbytes)
+        if template in self._mine:
+            return pickle.dumps((self._mine[template], chunks, 0, None))
+        start, number = self._arena.reserve(memory_of(encoded)), self._count
+        self._count += 1
+        self._mine[template] = number
+        return pickle.dumps((number, chunks, start, encoded))
 
     def _add(self, number: int, region: Region) -> None:
         """Keep a plan; if there are too many, evict the oldest."""
@@ -404,7 +403,8 @@ class HostCalls:
         self._forget(lambda ready: ready.region is gone)
         self._chosen = OrderedDict((k, c) for k, c in self._chosen.items() if c[0] != oldest)
         if self.rank == 0:  # all ranks are here, so none uses the region
-            self._arena.release(gone.start, self._mine.pop(oldest)[1])
+            self._mine = {plan: n for plan, n in self._mine.items() if n != oldest}
+            self._arena.release(gone.start, memory_of(gone.encoded))
 
     def _forget(self, gone: Callable[[Ready], bool]) -> None:
         self._known = OrderedDict((k, r) for k, r in self._known.items() if not gone(r))

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from linkweave.collectives.calls import operations
-from linkweave.collectives.calls.gpu import GpuCalls
-from linkweave.collectives.calls.host import Again, HostCalls
-from linkweave.collectives.calls.point_to_point import PointToPoint
+from linkweave.collectives.calls.host import Again
 from linkweave.collectives.calls.request import NOTHING, How, Request
-from linkweave.collectives.calls.sparse.allreduce import (
-    agree,
-    host_sparse_allreduce,
-    sparse_allreduce,
-)
-from linkweave.collectives.calls.work import GradientQueue, HostQueue, Work, Worker
-from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.plan import Plan
-from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
-from linkweave.collectives.runtime.gpu.team import Team
-from linkweave.collectives.runtime.tensors import fast_buffer, fast_result, gpu_of, output_for
-from linkweave.collectives.settings import Settings
+from linkweave.collectives.calls.work import Worker
+from linkweave.collectives.runtime.tensors import fast_buffer, fast_result, output_for
 
 
 class Methods:
@@ -271,159 +257,3 @@ class Methods:
     def _own_gpu(self) -> int | None:
         """The index of this rank's GPU, if it is known."""
         return None
-
-
-class Collectives(Methods):
-    """The collectives of one rank.
-
-    `team` is set if the ranks are threads of this process. `quiet` suppresses warnings that the
-    parent communicator has given already.
-    """
-
-    _calls: HostCalls
-
-    def __init__(
-        self, calls: HostCalls, settings: Settings, team: Team | None, quiet: bool
-    ) -> None:
-        self.rank, self.size, self.settings = calls.rank, calls.size, settings
-        self._calls, self._health = calls, calls.health
-        self._team, self._quiet = team, quiet
-        self._gpu: GpuCalls | None = None  # created by the first call on a GPU
-        self._before_gpu: int | None = None  # a CUDA stream for which that waits
-        self._lock = threading.Lock()
-        self._worker = Worker()
-        self._point_to_point = PointToPoint(calls, settings)
-
-    def run(
-        self, plan: Plan, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False
-    ) -> Any:
-        """All-reduce, broadcast or reduce `x` by your own plan, in place.
-
-        plan: from `plan_allreduce`, from `Plan.from_json` or made by hand; for as many ranks as
-            there are, and the same on all of them. It is verified before it runs. Messages that
-            exceed a 64 KiB slot are cut into more groups of chunks.
-        op, out, async_op, rounding: as in `allreduce`.
-
-        Returns as `allreduce` does.
-        Raises as `allreduce` does; PlanError if the plan is wrong; CollectiveError with
-        order="fixed".
-        """
-        root = plan.root if isinstance(plan, Plan) and isinstance(plan.root, int) else 0
-        return self._submit(async_op, x, operations.run, plan, x, op, root, out)
-
-    def allreduce_queue(
-        self, x: Any, layers: Sequence[int], op: str = "sum", *, algorithm: How = "auto"
-    ) -> GradientQueue:
-        """Start an in-place `allreduce` of `x` whose layers can be used as soon as each is final.
-
-        x: contiguous tensor.
-        layers: number of elements of each layer, in the order in which the layers are in `x`.
-            Chunks arrive in about that order.
-        op, algorithm, rounding: as in `allreduce`. Of algorithms with nearly the same predicted
-            time, "auto" takes the one whose first chunk is final first.
-
-        Returns a `GradientQueue`: `dequeue` waits for one layer, `wait` for all of them.
-        Raises as `allreduce` does.
-        Source: C-Cube, section III-D.
-        """
-        if gpu_of(x) is not None:
-            queue = self._submit(True, x, operations.queued, x, layers, op, algorithm)
-            return cast(GradientQueue, queue)
-        self._health.check()
-        arrivals = LayerCounters()
-        future = self._enqueue(operations.queued, x, layers, op, algorithm, arrivals)
-        return HostQueue(future, arrivals, self._calls.control.arena.abort_address)
-
-    def send(self, x: Any, to: int, *, async_op: bool = False) -> Work | None:
-        """Send `x` to rank `to`, which must call `recv`. Only these two ranks take part.
-
-        x: CPU tensor. The receiver's has as many elements and the same dtype.
-        to: rank.
-        async_op: return a `Work` at once.
-
-        Returns when `x` may be overwritten. Messages from one rank to another arrive in order.
-        Raises as `allreduce` does.
-        """
-        return self._point_to_point.submit(x, self.rank, to, async_op)
-
-    def recv(self, x: Any, source: int, *, async_op: bool = False) -> Work | None:
-        """Receive into `x` what rank `source` sends. Arguments and errors as in `send`."""
-        return self._point_to_point.submit(x, source, self.rank, async_op)
-
-    def sparse_allreduce(
-        self, values: Any, indices: Any, numel: int, k: int, op: str = "sum", *,
-        residual: Any = None, mode: str = "auto", conserve: bool = True, async_op: bool = False,
-    ) -> Any:  # fmt: skip
-        """Sum sparse vectors over all ranks. Every rank gets the same bits.
-
-        values: float32, float16 or bfloat16, shape [n], on the CPU or this rank's GPU.
-        indices: int32, shape [n], strictly ascending, below `numel`.
-        numel: length of the dense vector, below 2^31.
-        k: number of entries that mode "gtopk" keeps.
-        op: "sum" or "avg". The average is divided in float32 at the end.
-        residual: float32, `numel` elements, contiguous; receives what the call drops.
-        mode: "gtopk", k entries of the sum, by a tree of merges that keep the k largest each: not
-            always the k largest of the whole sum; "topk", the whole sum by an all-gather; "dense",
-            the whole sum without zeros by a dense all-reduce in float32; "auto", the one with the
-            shortest predicted time (`explain` with k).
-        conserve: this rank's entries whose indices are not in the result go back to its residual;
-            what a merge cuts of an index that is in the result goes to the residual of the rank
-            that merges. So the result and all residuals add up to the inputs. If False, the latter
-            is lost, as in the paper.
-        async_op: return a `Work` whose `wait` returns the result. CPU tensors only.
-
-        Returns (values, indices) in the library and dtype of the input. On a GPU the host waits
-        twice, for the check of the indices and for the size of the result, whatever the number of
-        ranks; so the call cannot be captured into a graph.
-        Rounding: 16-bit values are added in float32 and rounded once at each merge. An entry takes
-        8 bytes on the wire, or 6 with 16-bit values.
-        Raises as `allreduce` does.
-        Source: Shi et al., gTop-k S-SGD, algorithms 3 and 4.
-        """
-        arguments = (values, indices, numel, k, op, residual, mode, conserve)
-        if (index := gpu_of(values)) is None:
-            return self._submit(async_op, None, host_sparse_allreduce, *arguments)
-        self._worker.drain()  # then this thread runs the call, on the caller's stream
-        with self._calls.sharing_errors():
-            self._refuse_other_gpu(index)
-            if async_op:
-                raise CollectiveError("an asynchronous sparse_allreduce takes CPU tensors only")
-        call = self._submit(False, None, agree, *arguments)
-        return self._submit(False, values, sparse_allreduce, call)
-
-    def _on_gpu(self, number: int) -> GpuCalls:
-        """This rank's calls on its GPU. The first one synchronises the ranks."""
-        self._refuse_other_gpu(number)
-        with self._lock:
-            self._worker.drain()  # ranks may synchronise, which must keep the order of calls
-            if self._gpu is None:
-                self._gpu = GpuCalls(number, self._calls, self.settings, self._team, self._quiet)
-                if self._before_gpu is not None:
-                    self._gpu.follow(self._before_gpu)
-            return self._gpu
-
-    def _own_gpu(self) -> int | None:
-        if self._team:
-            return self._team.gpu.devices[self.rank].index
-        return self._gpu.index if self._gpu else None
-
-    def _refuse_other_gpu(self, number: int) -> None:
-        if (mine := self._own_gpu()) not in (None, number):
-            raise CollectiveError(
-                f"rank {self.rank} runs on GPU {mine}; the tensor is on GPU {number}"
-            )
-
-    def _submit(
-        self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any,
-        again: Callable[[], Again | None] | None = None,
-    ) -> Any:  # fmt: skip
-        self._health.check()
-        if (index := gpu_of(x)) is not None:
-            return self._on_gpu(index).submit(async_op, x, body, *args)
-        order = self._calls.next_order()  # in this thread, so that it is the order of the calls
-        return self._worker.submit(async_op, self._calls.carry_out, order, again, body, *args)
-
-    def _enqueue(self, body: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run `body` on the worker thread, after the calls before it."""
-        order = self._calls.next_order()  # in this thread, so that it is the order of the calls
-        return self._worker.enqueue(self._calls.carry_out, order, None, body, *args)

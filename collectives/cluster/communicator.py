@@ -12,10 +12,9 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 
 from linkweave.collectives.calls import operations
-from linkweave.collectives.calls.communicator import Communicator
+from linkweave.collectives.calls.communicator import MOST_LANES, Communicator
 from linkweave.collectives.calls.methods import Methods
 from linkweave.collectives.calls.operations import exchange
-from linkweave.collectives.calls.subcommunicators import MOST_LANES
 from linkweave.collectives.calls.work import HostWork, Worker
 from linkweave.collectives.cluster.call import ClusterCall
 from linkweave.collectives.cluster.calls import LONGER, ClusterCalls, sparse_allreduce

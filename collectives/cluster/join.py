@@ -14,8 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from linkweave.collectives.calls.communicator import Communicator
-from linkweave.collectives.calls.default import set_default
+from linkweave.collectives.calls.communicator import Communicator, set_default
 from linkweave.collectives.cluster.machines import Machines, machine_id
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.runtime.cpu.arena import Arena

@@ -18,8 +18,7 @@ from typing import Any
 
 import cloudpickle
 
-from linkweave.collectives.calls.communicator import Communicator
-from linkweave.collectives.calls.default import set_default
+from linkweave.collectives.calls.communicator import Communicator, set_default
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.launch.threads import GRACE, consequence, gpus_of, spawn_threads
 from linkweave.collectives.runtime.cpu.arena import Arena

@@ -10,8 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from linkweave.collectives.calls.communicator import Communicator
-from linkweave.collectives.calls.default import set_of_thread
+from linkweave.collectives.calls.communicator import Communicator, set_of_thread
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.diagnose import INTERRUPTED, RAISED

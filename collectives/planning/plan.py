@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -373,8 +373,9 @@ MOST_CHANNELS = 1 << 20
 MOST_BYTES = 1 << 50
 """The largest message."""
 
-_Check = Callable[[Any, str], object]
-"""A function of a value and its name that raises PlanError."""
+
+class _Row(tuple[Any, ...]):
+    """The kinds of the items of a list of this length."""
 
 
 def read_json(source: str, ops: Collection[str]) -> dict[str, Any]:
@@ -384,8 +385,23 @@ def read_json(source: str, ops: Collection[str]) -> dict[str, Any]:
     """
     data = read_format(source, "linkweave-plan", "plan JSON", PlanError)
     try:
-        for name, check in _checks(data, ops).items():
-            check(data[name], name)
+        for name, most in LIMITS.items():
+            integer(data[name], name, 1, most, PlanError)
+        _check(data["collective"], str, "collective")
+        found, ranks, channels = data["connections"], range(data["size"]), range(MOST_CHANNELS)
+        of = range(len(found) if isinstance(found, list) else 0)
+        step = _Row(
+            ((*ops,), [of, 1], range(data["stride"]), {of}, (True, False), range(len(of) + 1))
+        )
+        kind = COLLECTIVES.get(data["collective"])
+        for name, wanted in {
+            "algorithm": str, "exclusive": (True, False), "notes": [str, 0],
+            "root": [_Row((ranks, ranks)), 0] if kind and kind.root == "pairs" else ranks,
+            "trees": [[ranks, 0], 0], "detours": [[ranks, 3], 0],
+            "connections": [_Row((ranks, channels, ranks, channels, [int | str, 0])), 0],
+            "tracks": [_Row((ranks, channels, [[step, 0], 0])), 0],
+        }.items():  # fmt: skip
+            _check(data[name], wanted, name)
     except KeyError as error:
         raise PlanError(f"plan JSON lacks {error}") from None
     except PlanError as error:
@@ -393,82 +409,28 @@ def read_json(source: str, ops: Collection[str]) -> dict[str, Any]:
     return data
 
 
-def _checks(data: dict[str, Any], ops: Collection[str]) -> dict[str, _Check]:
-    for name, most in LIMITS.items():
-        integer(data[name], name, 1, most, PlanError)
-    ranks, channels = _below(data["size"]), _below(MOST_CHANNELS)
-    count = len(data["connections"]) if isinstance(data["connections"], list) else 0
-    connection, truth, word = _below(count), _one_of(True, False), _kind(str, "a string")
-    word(data["collective"], "collective")
-    kind = COLLECTIVES.get(data["collective"])
-    steps = _list(
-        _row(
-            _one_of(*ops), _list(connection, least=1), _below(data["stride"]),
-            _or_none(connection), truth, _below(count + 1),
-        )
-    )  # fmt: skip
-    return {
-        "algorithm": word,
-        "exclusive": truth,
-        "root": _list(_row(ranks, ranks)) if kind and kind.root == "pairs" else ranks,
-        "notes": _list(word),
-        "trees": _list(_list(ranks)),
-        "detours": _list(_list(ranks, least=3)),
-        "connections": _list(_row(ranks, channels, ranks, channels, _list(_vertex))),
-        "tracks": _list(_row(ranks, channels, _list(steps))),
-    }
-
-
-def _below(end: int) -> _Check:
-    return lambda value, name: integer(value, name, 0, end - 1, PlanError)
-
-
-def _one_of(*allowed: object) -> _Check:
-    def check(value: object, name: str) -> None:
-        if not any(value is x or (isinstance(x, str) and value == x) for x in allowed):
-            words = ", ".join(map(str, allowed))
-            raise PlanError(f"{name} must be one of {words}, not {shown(value)}")
-
-    return check
-
-
-def _kind(kind: type, words: str) -> _Check:
-    def check(value: object, name: str) -> None:
-        if not isinstance(value, kind):
-            raise PlanError(f"{name} must be {words}, not {shown(value)}")
-
-    return check
-
-
-_is_list = _kind(list, "a list")
-
-
-def _list(check: _Check, least: int = 0) -> _Check:
-    def check_all(value: Any, name: str) -> None:
-        _is_list(value, name)
-        if len(value) < least:
-            raise PlanError(f"{name} must have at least {least} items, not {len(value)}")
+def _check(value: Any, wanted: Any, name: str) -> None:
+    """Raise PlanError unless a value of JSON is what is wanted: a range or a type; one of a tuple;
+    a list of [kind, least length]; a row; or {kind} or None."""
+    if isinstance(wanted, range):
+        integer(value, name, 0, len(wanted) - 1, PlanError)
+    elif isinstance(wanted, set):
+        if value is not None:
+            _check(value, next(iter(wanted)), name)
+    elif isinstance(wanted, list | _Row):
+        if not isinstance(value, list):
+            raise PlanError(f"{name} must be a list, not {shown(value)}")
+        row = isinstance(wanted, _Row)
+        if len(value) != len(wanted) if row else len(value) < wanted[1]:
+            words = len(wanted) if row else f"at least {wanted[1]}"
+            raise PlanError(f"{name} must have {words} items, not {len(value)}")
         for i, item in enumerate(value):
-            check(item, f"{name}[{i}]")
-
-    return check_all
-
-
-def _row(*checks: _Check) -> _Check:
-    def check_each(value: Any, name: str) -> None:
-        _is_list(value, name)
-        if len(value) != len(checks):
-            raise PlanError(f"{name} must have {len(checks)} items, not {len(value)}")
-        for i, (each, item) in enumerate(zip(checks, value, strict=True)):
-            each(item, f"{name}[{i}]")
-
-    return check_each
-
-
-def _or_none(check: _Check) -> _Check:
-    return lambda value, name: value is None or check(value, name)
-
-
-def _vertex(value: object, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise PlanError(f"{name} must be a GPU or the name of a switch, not {shown(value)}")
+            _check(item, wanted[i if row else 0], f"{name}[{i}]")
+    elif isinstance(wanted, tuple):
+        if not any(value is x or (isinstance(x, str) and value == x) for x in wanted):
+            raise PlanError(
+                f"{name} must be one of {', '.join(map(str, wanted))}, not {shown(value)}"
+            )
+    elif isinstance(value, bool) or not isinstance(value, wanted):
+        words = "a string" if wanted is str else "a GPU or the name of a switch"
+        raise PlanError(f"{name} must be {words}, not {shown(value)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -40,38 +39,6 @@ class Encoded:
     origin: NDArray[np.int64]
     pushed: NDArray[np.int64]
     ring: NDArray[np.int64]
-
-    def to_bytes(self) -> bytes:
-        """The plan as a message for `from_bytes`."""
-        words = [len(code) for code in self.codes]
-        head = json.dumps([
-            self.algorithm, self.collective, self.size, self.stride, self.slots, self.rings,
-            self.direct, words, self.channels, len(self.ends),
-        ]).encode()  # fmt: skip
-        parts = [a.tobytes() for a in (self.ends, self.origin, self.pushed, self.ring)]
-        parts += [code.tobytes() for code in self.codes]
-        return b"".join([len(head).to_bytes(8, "little"), head, *parts])
-
-    @staticmethod
-    def from_bytes(data: bytes) -> Encoded:
-        """The plan of a message from `to_bytes`."""
-        at = 8 + int.from_bytes(data[:8], "little")
-        name, collective, size, stride, slots, rings, direct, words, channels, n = json.loads(
-            data[8:at]
-        )
-        arrays = []
-        for count in (2 * n, n, n, n):
-            arrays.append(np.frombuffer(data, np.int64, count, at).copy())  # writable
-            at += 8 * count
-        codes = []
-        for count in words:
-            codes.append(np.frombuffer(data, np.int32, count, at).copy())
-            at += 4 * count
-        ends, origin, pushed, ring = arrays
-        return Encoded(
-            name, collective, size, stride, slots, rings, direct, tuple(codes),
-            tuple(map(tuple, channels)), ends.reshape(n, 2), origin, pushed, ring,
-        )  # fmt: skip
 
     def accesses(self, rank: int) -> tuple[set[int], set[int]]:
         """The chunks of a group into which the rank copies or combines, and those that it sends

@@ -16,8 +16,7 @@ from weakref import WeakMethod, finalize
 import torch
 import torch.distributed as dist
 
-from linkweave.collectives.calls.communicator import Communicator
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import Communicator, get_default
 from linkweave.collectives.cluster import pieces
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.join import init

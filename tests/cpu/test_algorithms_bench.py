@@ -13,7 +13,7 @@ import pytest
 from linkweave import collectives, topology
 from linkweave.bench.algorithms import Settings, run
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.planning.planner import candidates, choose, plan_allreduce
 from tests.cpu.commands import command as linkweave
 

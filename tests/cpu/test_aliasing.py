@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from linkweave import collectives
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.calls.operations import refuse_overlaps
 from linkweave.topology.checks import shown
 from tests.cpu.helpers import error_of

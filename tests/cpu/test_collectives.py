@@ -17,8 +17,7 @@ import torch
 
 from linkweave import collectives, kernels
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.calls.communicator import Communicator
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import Communicator, get_default
 from linkweave.collectives.calls.methods import Collectives
 from linkweave.collectives.launch import default
 from linkweave.collectives.planning import collective

@@ -26,7 +26,7 @@ from linkweave.collectives import (
     CollectiveTimeout,
     plan_allreduce,
 )
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.cluster.join import Job
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.collectives.runtime.cpu import header

@@ -12,7 +12,7 @@ import pytest
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveTimeout
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.runtime.cpu import arena as arenas
 from linkweave.collectives.runtime.cpu import cores
 from linkweave.collectives.runtime.cpu.executor import NONTEMPORAL_BYTES

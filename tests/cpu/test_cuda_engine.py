@@ -20,8 +20,7 @@ from host_gpu import needs_compiler
 from machines import forked
 
 from linkweave import collectives
-from linkweave.collectives.calls.communicator import Communicator
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import Communicator, get_default
 from linkweave.collectives.distributed import engine
 from linkweave.collectives.distributed import group as groups
 from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine

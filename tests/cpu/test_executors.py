@@ -9,7 +9,7 @@ import pytest
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, plan_allreduce
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.runtime.reference import run
 from linkweave.topology import load
 from tests.cpu.helpers import RankPlans, error_of

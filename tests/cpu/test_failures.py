@@ -18,7 +18,7 @@ import pytest
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.launch import processes
 from linkweave.collectives.runtime.cpu import executor as shm
 from linkweave.collectives.runtime.cpu.mapping import _Heap

@@ -14,7 +14,7 @@ from host_gpu import HostDevice, HostTensor, needs_compiler
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.topology import load
 
 pytestmark = needs_compiler

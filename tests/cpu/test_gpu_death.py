@@ -12,7 +12,7 @@ from gpu_ranks import MODES, Machine, failure, tensor
 from host_gpu import CURRENT, HostDevice, needs_compiler
 
 from linkweave import collectives
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 
 pytestmark = needs_compiler
 FAULT = "cudaErrorIllegalAddress: an illegal memory access"

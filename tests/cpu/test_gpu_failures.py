@@ -21,7 +21,7 @@ from host_gpu import HostDevice, HostTensor, needs_compiler
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.runtime.cpu import control
 from linkweave.collectives.runtime.gpu import peers
 from linkweave.topology import GpuId, Topology, TopologyError, load

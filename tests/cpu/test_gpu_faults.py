@@ -20,7 +20,7 @@ from host_gpu import CURRENT, HostDevice, HostTensor, needs_compiler
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.gpu import memory
 from tests.cpu.helpers import hurry

@@ -11,7 +11,7 @@ from host_gpu import needs_compiler
 
 from linkweave import collectives
 from linkweave.collectives.calls import host
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 
 pytestmark = needs_compiler
 MOST = 16

@@ -14,7 +14,7 @@ from host_gpu import HostDevice, needs_compiler
 
 from linkweave import collectives
 from linkweave.bench.gpu.api import exact as values
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.runtime.tensors import tensor_over
 from linkweave.topology import load
 

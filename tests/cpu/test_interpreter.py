@@ -7,7 +7,7 @@ import pytest
 
 from linkweave import collectives
 from linkweave.collectives import PlanError, plan_allreduce
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.runtime import reference

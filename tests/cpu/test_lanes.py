@@ -15,7 +15,7 @@ import torch
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT
 from tests.cpu.helpers import error_of
 

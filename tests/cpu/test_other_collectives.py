@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from linkweave import collectives
-from linkweave.collectives.calls.communicator import Communicator
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import Communicator, get_default
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import plan_collective
 from linkweave.collectives.runtime import reference

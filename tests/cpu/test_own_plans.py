@@ -15,7 +15,7 @@ import pytest
 from linkweave import collectives
 from linkweave.collectives import Plan, PlanError, plan_allreduce, plan_collective
 from linkweave.collectives.calls import plans
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.calls.plans import PlanStore
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.runtime import reference

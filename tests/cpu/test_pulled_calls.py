@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from linkweave import collectives
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.calls.host import PULL_BYTES
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.layout import Sizes, block_table, reads, staging

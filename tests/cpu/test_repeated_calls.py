@@ -11,7 +11,7 @@ import torch
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from tests.cpu.helpers import error_of
 
 COUNTS = 1, 16, 50_000  # elements of a row: through slots, at once and in many chunks

@@ -13,7 +13,7 @@ from host_gpu import needs_compiler
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.runtime.cpu.mapping import Mapping
 from linkweave.topology import GpuId, Topology, load
 from tests.cpu.helpers import error_of

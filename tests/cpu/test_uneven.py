@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from linkweave import collectives
-from linkweave.collectives.calls.default import get_default
+from linkweave.collectives.calls.communicator import get_default
 from tests.cpu.helpers import error_of
 
 
