@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
-from itertools import accumulate, count
+from itertools import count
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
@@ -15,7 +13,7 @@ from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.communicator import MOST_LANES, Communicator
 from linkweave.collectives.calls.methods import Methods
 from linkweave.collectives.calls.operations import exchange
-from linkweave.collectives.calls.work import HostWork, Worker
+from linkweave.collectives.calls.work import HostQueue, Worker
 from linkweave.collectives.cluster.call import ClusterCall
 from linkweave.collectives.cluster.calls import LONGER, ClusterCalls, sparse_allreduce
 from linkweave.collectives.cluster.cluster_map import most_along
@@ -24,6 +22,7 @@ from linkweave.collectives.cluster.gloo import Across
 from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.cluster.roll_call import RollCall
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.settings import Settings
 from linkweave.topology.checks import integer
 
@@ -90,14 +89,15 @@ class ClusterCommunicator(Methods):
 
     def allreduce_queue(
         self, x: Any, layers: Sequence[int], op: str = "sum", *, algorithm: Any = "auto"
-    ) -> ClusterQueue:
+    ) -> HostQueue:
         """As `Communicator.allreduce_queue`, for CPU tensors. Layers arrive in the order in which
         they are in `x`, each with the piece that has its end (`pieces.QUEUED` bytes); with
         order="fixed" all of them at the end."""
         self._calls.check()
-        arrivals = Arrivals()
+        arrivals = LayerCounters()
         call = operations.queued, x, layers, op, algorithm, arrivals
-        queue = ClusterQueue(self._worker.enqueue(self._calls.carry_out, *call), arrivals)
+        future = self._worker.enqueue(self._calls.carry_out, *call)
+        queue = HostQueue(future, arrivals, self.machine.calls.control.arena.abort_address)
         self._worker.keep(queue)
         return queue
 
@@ -233,53 +233,3 @@ def lanes(calls: ClusterCalls, n: Any) -> int:
         n = integer(n, "the number of lanes", 1, MOST_LANES)
     calls.make_call(ClusterCall(f"lanes({n})", lambda: None))
     return int(n)
-
-
-class Arrivals:
-    """How much of a tensor is final: told by the thread that makes the call, awaited by others."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._ends: list[int] | None = None  # of layers, in elements; None until the call begins
-        self._final = 0
-
-    def begin(self, sizes: Sequence[int]) -> None:
-        """The call is for layers of so many elements."""
-        with self._changed:
-            self._ends = [*accumulate(sizes)]
-            self._changed.notify_all()
-
-    def reach(self, final: int) -> None:
-        """So many elements are final."""
-        with self._changed:
-            self._final = final
-            self._changed.notify_all()
-
-    def wait(self, layer: int, future: Future[Any]) -> None:
-        """Block until the layer is final or the call is done. Raises CollectiveError if there is
-        no such layer."""
-        with self._changed:
-            self._changed.wait_for(lambda: future.done() or self._ends is not None)
-            if self._ends is None:
-                return
-            end = self._ends[integer(layer, "layer", 0, len(self._ends) - 1)]
-            self._changed.wait_for(lambda: future.done() or self._final >= end)
-
-    def wake(self, _: Future[Any]) -> None:
-        """The call is done."""
-        with self._changed:
-            self._changed.notify_all()
-
-
-class ClusterQueue(HostWork):
-    """`GradientQueue` of a call on several machines."""
-
-    def __init__(self, future: Future[Any], arrivals: Arrivals) -> None:
-        super().__init__(future)
-        self._arrivals = arrivals
-        future.add_done_callback(arrivals.wake)
-
-    def dequeue(self, layer: int) -> None:
-        self._arrivals.wait(layer, self._future)
-        if self.done():
-            self.wait()  # raises the call's error

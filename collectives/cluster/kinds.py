@@ -80,13 +80,13 @@ def _barrier(links: Connections, request: Request, x: Any, out: Any) -> ClusterC
 
 def _allreduce(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     op, sizes = request.op, request.layers
-    arrivals: Any = request.layer_counters  # `communicator.Arrivals`
+    arrivals = request.layer_counters
 
     def body() -> None:
         if out is not x:
             out.copy_(x)
-        if sizes is not None:
-            arrivals.begin([n // x.element_size() for n in sizes])
+        if arrivals and sizes is not None:  # one track, which counts elements
+            arrivals.begin(np.cumsum(sizes)[:, None] // x.element_size())
         links.allreduce(out, op, arrivals.reach if arrivals else None)
 
     along = None if arrivals else _combining(links, x, op, out.copy_)

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -78,51 +78,26 @@ class Lost:
     late: bool
 
 
-@dataclass(frozen=True)
-class Answers:
-    """What an exchange has brought, by machine: notices, or why there is none.
-
-    `names` describe the machines.
-    """
-
-    names: Sequence[str]
-    found: dict[int, Notice]
-    lost: dict[int, Lost]
-
-    def outcome(self, mine: Notice) -> Notice:
-        """`mine` with the cause of a failure, or else with why the call is refused, if it is. If
-        the machines differed before this call, that is a failure."""
-        refusals = [n.refused for _, n in sorted(self.found.items()) if n.refused]
-        if cause := self._cause():
-            return replace(mine, failed="; ".join([*refusals[:1], cause]), late=self._late)
-        why = refusals[0] if refusals else self._difference()
-        return replace(mine, failed=why) if self._differed else replace(mine, refused=why)
-
-    @property
-    def _late(self) -> bool:
-        """Whether the cause of a failure is that a deadline has passed."""
-        failed = [n for n in self.found.values() if n.failed]
-        of: Sequence[Any] = [n for n in failed if n.witnessed] or [*self.lost.values()] or failed
-        return any(x.late for x in of)
-
-    @property
-    def _differed(self) -> bool:
-        return len({n.before for n in self.found.values()}) > 1
-
-    def _cause(self) -> str:
-        """The cause of a failure: what its own machine saw, or else who does not answer."""
-        failed = {m: n for m, n in sorted(self.found.items()) if n.failed}
-        said = {m: f"on {self.names[m]}: {n.failed}" for m, n in failed.items()}
-        seen = [said[m] for m, n in failed.items() if n.witnessed]
-        return "; ".join(seen or [x.why for x in self.lost.values()] or said.values())
-
-    def _difference(self) -> str:
-        """How the machines' calls differ."""
-        each = []
-        for m, n in sorted(self.found.items()):
-            after = f" after {n.earlier}" if self._differed and n.earlier else ""
-            each.append(f"{self.names[m]}: {n.asked}{after}")
-        return f"{_UNKNOWN}: {'; '.join(each)}"
+def outcome(
+    names: Sequence[str], found: Mapping[int, Notice], lost: Mapping[int, Lost], mine: Notice
+) -> Notice:
+    """`mine` with the cause of a failure: what its own machine saw, or else who does not answer; or
+    with why the call is refused. If the machines differed before this call, that is a failure."""
+    notices = dict(sorted(found.items()))
+    refusals = [n.refused for n in notices.values() if n.refused]
+    failed = {m: n for m, n in notices.items() if n.failed}
+    seen: Mapping[int, Any] = {m: n for m, n in failed.items() if n.witnessed} or lost or failed
+    if seen:
+        words = [x.why if seen is lost else f"on {names[m]}: {x.failed}" for m, x in seen.items()]
+        failure = "; ".join([*refusals[:1], *words])
+        return replace(mine, failed=failure, late=any(x.late for x in seen.values()))
+    differed = len({n.before for n in notices.values()}) > 1
+    each = [
+        f"{names[m]}: {n.asked}" + f" after {n.earlier}" * bool(differed and n.earlier)
+        for m, n in notices.items()
+    ]
+    why = refusals[0] if refusals else f"{_UNKNOWN}: {'; '.join(each)}"
+    return replace(mine, failed=why) if differed else replace(mine, refused=why)
 
 
 class RollCall:
@@ -257,7 +232,7 @@ class RollCall:
         notices = self._notices | {self._machine: mine}
         lost = {m: why for m, why in self._lost.items() if m not in notices}
         self._notices, self._lost = {}, {}
-        return Answers(self._names, notices, lost).outcome(mine)
+        return outcome(self._names, notices, lost, mine)
 
     def _tell(self, mine: Notice, seconds: float) -> None:
         """Send a notice to the machines that can be reached, whose own does not matter any more."""

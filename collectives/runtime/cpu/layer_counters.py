@@ -41,6 +41,10 @@ class LayerCounters:
         self.needs = needs
         self.begun.set()
 
+    def reach(self, count: int) -> None:
+        """The only track has completed so much."""
+        kernel.raise_counter(int(self._addresses[0]), count, self.bells)
+
     def wait(self, layer: int, abort: int) -> bool:
         """Wait until a layer is final; False after about 0.1 s or once the word at the address
         `abort` is set. `begun` must be set."""
