@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
-
-from linkweave.collectives.calls import plans
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,13 +14,6 @@ def pytest_configure(config: pytest.Config) -> None:
     quick = config.getoption("markexpr") == "not slow"
     settings.register_profile("ours", deadline=None, derandomize=quick)
     settings.load_profile("ours")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def plans_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No test depends on plans that the user's other processes have kept."""
-    folder: Path = tmp_path_factory.mktemp("plans")
-    plans._folder = lambda: folder  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,22 +1,17 @@
-"""Plans and algorithms of a user's own, and plans that are kept for later processes."""
+"""Plans and algorithms of a user's own."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from linkweave import collectives
 from linkweave.collectives import Plan, PlanError, plan_allreduce, plan_collective
-from linkweave.collectives.calls import plans
 from linkweave.collectives.calls.communicator import get_default
-from linkweave.collectives.calls.plans import PlanStore
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.runtime import reference
 from linkweave.topology import Topology, load
@@ -122,61 +117,3 @@ def other_functions(rank: int) -> str:
 
 def test_functions_that_differ_are_noticed() -> None:
     assert all("differs" in said for said in collectives.spawn(other_functions, 2))
-
-
-# ---- kept on disk --------------------------------------------------------------------------------
-def first_call(rank: int) -> list[Any]:
-    comm: Any = get_default()
-    x = np.full(70_000, rank, np.float32)
-    comm.allreduce(x)
-    plans = comm._calls._plans
-    return [float(x[-1]), bool(plans._encoded)]
-
-
-def test_plans_that_took_long_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linkweave.collectives.calls.plans.LONG", 0.0)
-    machine = load("mesh-3")
-    assert any(planned for _, planned in collectives.spawn(first_call, 3, machine))
-    again = collectives.spawn(first_call, 3, machine)
-    assert again == [[3.0, False]] * 3
-
-
-def test_what_is_kept_is_whole_and_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_folder", lambda: tmp_path)
-    store = PlanStore("a map")
-    assert store.read("q") is None
-    store.write("q", b"an answer")
-    assert store.read("q") == b"an answer" and PlanStore("another").read("q") is None
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:-1])
-    assert store.read("q") is None
-    monkeypatch.setattr(plans, "_MOST_FILES", 2)
-    for i in range(9):
-        store.write(i, b"x")
-    assert len(list(tmp_path.iterdir())) <= 4
-    monkeypatch.setattr(plans, "_folder", lambda: tmp_path / "gone")
-    store.write("q", b"nowhere")
-    assert store.read("q") is None
-
-
-def test_a_folder_that_others_may_write_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = "from linkweave.collectives.calls.plans import _folder; print(_folder())"
-    (tmp_path / "linkweave").mkdir(mode=0o700)
-    for mode, said in ((0o700, str(tmp_path / "linkweave" / "plans")), (0o777, "None")):
-        (tmp_path / "linkweave").chmod(mode)
-        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-        assert run_python(script, env) == said
-
-
-def run_python(script: str, env: dict[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()

@@ -13,7 +13,6 @@ from linkweave.collectives.planning.algorithms import packing
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.layout import block_table, chunk_bytes
 from linkweave.collectives.planning.planner import candidates, choose, predict, size_class
-from linkweave.collectives.runtime.encoded import Encoded, encode
 from linkweave.topology import load
 
 
@@ -84,14 +83,6 @@ def test_uneven_blocks_cover_what_is_sent_and_what_comes(sizes: list[list[int]])
         for first, size in [*sent, *came]:
             taken[first : first + size] += 1
         assert taken.max(initial=0) <= 1 and taken.sum() == total - 2 * own
-
-
-def test_an_encoded_plan_comes_back_from_bytes() -> None:
-    for name in ("ring", "packed_trees", "two_shot"):
-        one = encode(plan_allreduce(load("dgx1-v100"), 1 << 20, name))
-        two = Encoded.from_bytes(one.to_bytes())
-        assert two.to_bytes() == one.to_bytes() and two.channels == one.channels
-        assert all(code.flags.writeable for code in two.codes)
 
 
 @given(st.data())
