@@ -20,9 +20,9 @@ from linkweave.collectives.foreign import mscclpp, nccl_graph, nvls, rccl
 from linkweave.collectives.foreign.mscclpp_export import check_size, exported
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.collectives.planning.collective import COLLECTIVES
-from linkweave.collectives.planning.cost import MAX_CHUNKS
 from linkweave.collectives.planning.explain import size_text
 from linkweave.collectives.planning.planner import candidates, choose, predict
+from linkweave.collectives.planning.simulate import MAX_CHUNKS
 from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
 from linkweave.topology.loading import read

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from linkweave import collectives
 from linkweave.bench.command import options
-from linkweave.collectives.planning.cost import most_chunks
 from linkweave.collectives.planning.explain import SIZES, crossovers, size_text
 from linkweave.collectives.planning.planner import candidates, plan_allreduce, predict
+from linkweave.collectives.planning.simulate import most_chunks
 from linkweave.topology import Topology, load
 
 MACHINES = (

@@ -138,7 +138,7 @@ STALLS = {"RTX3090": (1.45, 2.56), "RTX2080": (1.37, 3.02)}
 
 
 EXPONENT = 1.0  # of the Zipf streams: the word of rank r has a frequency in proportion to 1 / r
-STEPS = 8  # batches of a stream at most
+STEPS = 8  # batches of a stream at most, and steps that are simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,6 @@ BASELINES = {
     "Parallax": "ps",
 }  # fmt: skip
 """How each sends the embeddings' gradients. BytePS sends all gradients so, and dense."""
-STEPS = 8
 FIRST, LAST = -1, 1 << 30
 """Priorities of prior and of delayed gradients; others have the position of their module."""
 

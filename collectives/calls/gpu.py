@@ -21,7 +21,7 @@ from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import COLLECTIVES, Root
 from linkweave.collectives.planning.layout import staging
 from linkweave.collectives.runtime.buffer import Buffer
-from linkweave.collectives.runtime.gpu.counters import CallCounters
+from linkweave.collectives.runtime.gpu.executor import CallCounters
 from linkweave.collectives.runtime.gpu.team import LaunchKey
 from linkweave.collectives.runtime.tensors import as_buffer, fast_gpu_buffer, stream_of
 from linkweave.topology.checks import integer

@@ -27,17 +27,18 @@ from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.encoded import encode
 from linkweave.collectives.runtime.gpu import device as cuda
-from linkweave.collectives.runtime.gpu.counters import CallCounters
 from linkweave.collectives.runtime.gpu.device import Device
-from linkweave.collectives.runtime.gpu.executor import GpuRanks, Occupancy, width_of
+from linkweave.collectives.runtime.gpu.executor import CallCounters, GpuRanks, Occupancy, width_of
 from linkweave.collectives.runtime.gpu.launch_tables import fused
 from linkweave.collectives.runtime.gpu.memory import (
     PeerMemory,
     SymmetricAddress,
     SymmetricMemory,
+    advice,
+    common_topology,
+    gather_errors,
     lacking,
 )
-from linkweave.collectives.runtime.gpu.peers import advice, common_topology, gather_errors
 from linkweave.collectives.runtime.gpu.team import LaunchKey, LaunchRefused, RankCall, Repeat, Team
 from linkweave.collectives.runtime.gpu.watchdog import Watchdog
 from linkweave.collectives.settings import Settings

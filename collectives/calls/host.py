@@ -39,7 +39,7 @@ from linkweave.collectives.calls.request import (
 from linkweave.collectives.calls.trace import CALLS, KERNELS, Trace, label
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.collective import COLLECTIVES, Root
-from linkweave.collectives.planning.completion import chunk_counts
+from linkweave.collectives.planning.dataflow import chunk_counts
 from linkweave.collectives.planning.layout import Sizes, block_table, chunk_bytes, reads, staging
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import size_class

@@ -11,7 +11,7 @@ from linkweave.collectives.calls.trace import Trace, label
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.algorithms.registry import fixed_order
 from linkweave.collectives.planning.collective import Root, check
-from linkweave.collectives.planning.completion import finals
+from linkweave.collectives.planning.dataflow import finals
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import adopt, plan_collective, proved, ranked
 from linkweave.collectives.runtime.buffer import Buffer, check_op

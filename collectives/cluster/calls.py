@@ -21,10 +21,9 @@ from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.host import FifoCache
 from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.calls.trace import CALLS, Trace, label
-from linkweave.collectives.cluster.call import NOTHING, Bytes, ClusterCall
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import GLOO_DTYPES, timed_out
-from linkweave.collectives.cluster.kinds import call_of
+from linkweave.collectives.cluster.kinds import NOTHING, Bytes, ClusterCall, call_of
 from linkweave.collectives.cluster.pieces import flat_over
 from linkweave.collectives.cluster.roll_call import GRACE, MOST_OPEN, Notice, RollCall
 from linkweave.collectives.cluster.sparse import SparseCluster

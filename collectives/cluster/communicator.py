@@ -14,11 +14,11 @@ from linkweave.collectives.calls.communicator import MOST_LANES, Communicator
 from linkweave.collectives.calls.methods import Methods
 from linkweave.collectives.calls.operations import exchange
 from linkweave.collectives.calls.work import HostQueue, Worker
-from linkweave.collectives.cluster.call import ClusterCall
 from linkweave.collectives.cluster.calls import LONGER, ClusterCalls, sparse_allreduce
 from linkweave.collectives.cluster.cluster_map import most_along
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import Across
+from linkweave.collectives.cluster.kinds import ClusterCall
 from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.cluster.roll_call import RollCall
 from linkweave.collectives.errors import CollectiveError

@@ -12,8 +12,7 @@ from linkweave.collectives.calls.communicator import Communicator
 from linkweave.collectives.calls.work import Worker
 from linkweave.collectives.cluster.gloo import Across, timed_out
 from linkweave.collectives.cluster.machines import Machines
-from linkweave.collectives.cluster.pieces import Pieces, flat
-from linkweave.collectives.cluster.rows import Rows
+from linkweave.collectives.cluster.pieces import Pieces, Rows, flat
 from linkweave.collectives.errors import CollectiveAborted, CollectiveTimeout
 from linkweave.topology.checks import integer
 

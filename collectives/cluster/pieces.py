@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from linkweave.collectives.calls.communicator import Communicator
 from linkweave.collectives.cluster.cluster_map import PIECE
-from linkweave.collectives.cluster.gloo import Across, undivided
+from linkweave.collectives.cluster.gloo import Across, combined, undivided
 from linkweave.collectives.cluster.machines import Machines
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.tensors import as_buffer
@@ -194,3 +194,208 @@ def put_back(rows: Any, x: Any) -> None:
     """Copy rows to the flat tensor that they are of, if they are a copy."""
     if rows.data_ptr() != x.data_ptr():
         x.copy_(rows.view(-1)[: x.numel()])
+
+
+class Rows:
+    """The calls, on contiguous CPU tensors. `across` connects all ranks.
+
+    Values are combined inside each machine, by its communicator, and then from machine to machine;
+    16-bit floats are rounded at each of them. If the order is `fixed`, they are combined in the
+    order of the ranks, and 16-bit floats are rounded once. min and max keep NaN. "avg" divides the
+    rounded sum once.
+    """
+
+    def __init__(
+        self, machine: Communicator, across: Across, machines: Machines, fixed: bool
+    ) -> None:
+        self._fixed = fixed
+        self._machine, self._across, self._machines = machine, across, machines
+        self._rank, self._local = across.rank, machine.rank
+        self._index, self._count = machines.position(across.rank)[0], machines.count
+        self._ranks = machines.ranks
+        self._mine = machines.ranks[self._index]
+
+    def allgather(self, x: Any, out: Any, widths: Sequence[int]) -> None:
+        """Gather the flat `x` of all ranks, in rank order, in the flat `out`; `widths` are the
+        elements of each rank. Each machine passes on to the next one what it got from the one
+        before, and shares it among its ranks meanwhile."""
+        rows = out.split([*widths])
+        rows[self._rank].copy_(x)
+
+        def share(m: int) -> None:
+            ranks = self._ranks[m]
+            each = {widths[r] for r in ranks}
+            if self._alike(ranks) and len(each) == 1:
+                start = sum(widths[: ranks[0]])
+                block = out[start : start + len(ranks) * each.pop()]
+                self._machine.in_place("allgather", block.view(len(ranks), -1))
+            else:
+                for at, r in enumerate(ranks):
+                    self._machine.broadcast(rows[r], at % len(self._mine))
+
+        for s in range(1, self._count):
+            mine, theirs = self._at(1 - s), self._at(-s)
+            sends = [self._send(rows[r], to) for r, to in self._held(mine, 1)]
+            receives = [self._recv(rows[r], source) for r, source in self._held(theirs, -1)]
+            share(mine)
+            _wait(sends + receives)
+        share(theirs)
+
+    def reduce_scatter(self, x: Any, out: Any, op: str) -> None:
+        """Combine the rows of `x`, one for each rank, and return this rank's row in `out`. The
+        sums for a machine pass through all others, the next one first, which add theirs; if the
+        order is fixed, each rank gets all values instead."""
+        inner = undivided(op)
+        if self._fixed:
+            rows = torch.empty_like(x)
+            counts = [[x.shape[1]] * len(x)] * len(x)
+            self.alltoall(x.view(-1), rows.view(-1), counts)
+            total = combined(rows.unbind(), inner)
+        else:
+            total = self._passed_on(x, inner)
+        out.copy_(total.div_(self._machines.size) if op == "avg" else total)
+
+    def _passed_on(self, x: Any, inner: str) -> Any:
+        """The sum for this rank."""
+        sums = self._sums(x, self._at(-1), inner)
+        for s in range(1, self._count):
+            mine, theirs = self._at(-s), self._at(-s - 1)
+            sends = [self._send(sums[r], to) for r, to in self._held(mine, 1)]
+            got = {r: x.new_empty(x.shape[1]) for r, _ in self._held(theirs, -1)}
+            receives = [self._recv(got[r], source) for r, source in self._held(theirs, -1)]
+            here = self._sums(x, theirs, inner)
+            _wait(sends + receives)
+            sums = {r: combined([got[r], row], inner) for r, row in here.items()}
+        return sums[self._rank]
+
+    def _sums(self, x: Any, m: int, op: str) -> dict[int, Any]:
+        """The rows of ranks of machine `m` that this rank combines over its machine."""
+        ranks, found = self._ranks[m], {}
+        if self._alike(ranks):
+            row = self._machine.reduce_scatter(x[ranks[0] : ranks[-1] + 1], op)
+            return {ranks[self._local]: row.view(-1)}
+        for at, r in enumerate(ranks):
+            row = x[r].clone()
+            self._machine.reduce(row, op, at % len(self._mine))
+            if at % len(self._mine) == self._local:
+                found[r] = row
+        return found
+
+    def _at(self, s: int) -> int:
+        """The s-th machine after this one."""
+        return (self._index + s) % self._count
+
+    def _held(self, m: int, s: int) -> list[tuple[int, int]]:
+        """(rank, who holds its row on the s-th machine after this one), for the ranks of machine
+        `m` whose rows this rank holds on its own."""
+        ranks, there = self._ranks[m], self._ranks[self._at(s)]
+        held = range(self._local, len(ranks), len(self._mine))
+        return [(ranks[at], there[at % len(there)]) for at in held]
+
+    def allreduce(self, x: Any, op: str) -> None:
+        """Combine the flat `x` over all ranks, in place."""
+        rows = in_rows(x, self._machines.size)
+        mine = self._row(rows, op)
+        self.allgather(mine, rows.view(-1), [mine.numel()] * len(rows))
+        put_back(rows, x)
+
+    def reduce(self, x: Any, out: Any, op: str, root: int) -> None:
+        """Combine the flat `x` over all ranks to `out`, which may be `x`, on `root`; None
+        elsewhere."""
+        mine = self._row(in_rows(x, self._machines.size), op)
+        total = None
+        if out is not None:
+            total = mine.new_empty(self._machines.size, mine.numel())
+        self.gather(mine, total, root)
+        if total is not None:
+            put_back(total, out)
+
+    def _row(self, rows: Any, op: str) -> Any:
+        """This rank's row of the combined rows."""
+        mine = rows.new_empty(rows.shape[1])
+        self.reduce_scatter(rows, mine, op)
+        return mine
+
+    def gather(self, x: Any, out: Any, root: int) -> None:
+        """Gather the flat `x` of all ranks in the rows of `out` on `root`; None elsewhere."""
+        at, local = self._machines.position(root)
+        if self._index != at:
+            _wait([self._send(x, root)])
+            return
+        moves = []
+        if self._rank == root:
+            moves = [self._recv(out[r], r) for r in range(len(out)) if r not in self._mine]
+        rows = self._machine.gather(x, local)
+        if self._rank == root:
+            for r, row in zip(self._mine, rows, strict=True):
+                out[r].copy_(row)
+        _wait(moves)
+
+    def scatter(self, x: Any, out: Any, root: int) -> None:
+        """Send each rank's row of `x` on `root`, which is None elsewhere, to its flat `out`."""
+        at, local = self._machines.position(root)
+        sends = []
+        if self._rank == root:
+            sends = [self._send(x[r], r) for r in range(len(x)) if r not in self._mine]
+        if self._index != at:
+            _wait([self._recv(out, root)])
+        else:
+            rows = x[[*self._mine]] if self._rank == root else None
+            self._machine.scatter(rows, local, out=out.view(1, -1))
+        _wait(sends)
+
+    def alltoall(self, x: Any, out: Any, counts: Sequence[Sequence[int]]) -> None:
+        """Send parts of the flat `x` to each rank: `counts[src][dst]` elements from rank `src` to
+        rank `dst`. In step s each machine sends to the s-th after it; long messages in two steps at
+        once."""
+        if x.data_ptr() == out.data_ptr():
+            x = x.clone()
+        given = x.split([*counts[self._rank]])
+        got = out.split([of[self._rank] for of in counts])
+        most = 2 if x.nbytes > PIECE else self._count
+        under_way: deque[list[Any]] = deque()
+        for s in range(1, self._count):
+            moves = [self._send(given[r], r) for r in self._ranks[self._at(s)]]
+            moves += [self._recv(got[r], r) for r in self._ranks[self._at(-s)]]
+            under_way.append(moves)
+            if s == 1:
+                self._inside(given, got, counts)
+            if len(under_way) > most - 1:
+                _wait(under_way.popleft())
+        for moves in under_way:
+            _wait(moves)
+
+    def _inside(
+        self, given: Sequence[Any], got: Sequence[Any], counts: Sequence[Sequence[int]]
+    ) -> None:
+        """The part of an all-to-all among the ranks of this machine."""
+        inside = {counts[s][d] for s in self._mine for d in self._mine}
+        if inside == {0}:
+            return
+        sends = [counts[self._rank][d] for d in self._mine]
+        splits = [] if len(inside) == 1 else [sends]
+        rows = self._machine.alltoall(torch.cat([given[d] for d in self._mine]), None, *splits)
+        receives = [counts[s][self._rank] for s in self._mine]
+        for s, part in zip(self._mine, rows.split(receives), strict=True):
+            got[s].copy_(part)
+
+    def _alike(self, ranks: Sequence[int]) -> bool:
+        """Whether a machine has as many ranks as this one, and their numbers have no gaps."""
+        return len(ranks) == len(self._mine) == ranks[-1] - ranks[0] + 1
+
+    def _send(self, x: Any, rank: int) -> list[Any]:
+        return [self._across.send(part, rank) for part in _cut(x)]
+
+    def _recv(self, x: Any, rank: int) -> list[Any]:
+        return [self._across.recv(part, rank) for part in _cut(x)]
+
+
+def _cut(x: Any) -> Sequence[Any]:
+    """A contiguous tensor in pieces, each of which may take a rank's whole timeout."""
+    return x.view(-1).split(PIECE // x.element_size()) if x.numel() else ()
+
+
+def _wait(moves: Sequence[Sequence[Any]]) -> None:
+    for move in moves:
+        for work in move:
+            work.wait()

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from linkweave.collectives.cluster.call import Bytes, ClusterCall
 from linkweave.collectives.cluster.cluster_map import MOST_ALONE
 from linkweave.collectives.cluster.gloo import gloo_group, timed_out
+from linkweave.collectives.cluster.kinds import Bytes, ClusterCall
 
 NOTICE = 1024
 """Bytes of a notice, padded with blanks."""

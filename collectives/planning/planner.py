@@ -12,14 +12,6 @@ from functools import lru_cache
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, Named, algorithm_for
 from linkweave.collectives.planning.collective import ALLREDUCE, COLLECTIVES, SENDRECV, Root, check
-from linkweave.collectives.planning.cost import (
-    LARGE,
-    Pipeline,
-    largest_chunk,
-    most_chunks,
-    pipeline_of,
-    simulated_seconds,
-)
 from linkweave.collectives.planning.lower import (
     MOST_BLOCKS,
     MOST_SQUARED,
@@ -29,7 +21,15 @@ from linkweave.collectives.planning.lower import (
     lower_bound,
 )
 from linkweave.collectives.planning.plan import MOST_BYTES, MOST_CELLS, Plan
-from linkweave.collectives.planning.simulate import simulate
+from linkweave.collectives.planning.simulate import (
+    LARGE,
+    Pipeline,
+    largest_chunk,
+    most_chunks,
+    pipeline_of,
+    simulate,
+    simulated_seconds,
+)
 from linkweave.collectives.planning.verify import check_form, shortened, verify
 from linkweave.topology import Topology, load
 from linkweave.topology.checks import integer

@@ -16,9 +16,9 @@ from itertools import pairwise
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.shortest import shortest_trees, tree_of
 from linkweave.collectives.planning.algorithms.trees import Tree
-from linkweave.collectives.planning.cost import pipeline_of
 from linkweave.collectives.planning.equations import dense_seconds, gtopk_seconds, topk_seconds
 from linkweave.collectives.planning.planner import plan_allreduce, predict, ranked
+from linkweave.collectives.planning.simulate import pipeline_of
 from linkweave.topology import Topology
 
 INDEX = 4

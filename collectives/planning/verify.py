@@ -6,9 +6,8 @@ from collections import Counter, defaultdict, deque
 from functools import lru_cache
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.dataflow import origins, pushed, pushes, step_id
+from linkweave.collectives.planning.dataflow import Visit, origins, pushed, pushes, step_id, walk
 from linkweave.collectives.planning.plan import MOST_CHANNELS, Op, Plan, Step
-from linkweave.collectives.planning.walk import Visit, walk
 from linkweave.topology import Topology, load
 from linkweave.topology.text import ranks
 

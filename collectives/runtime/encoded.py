@@ -53,7 +53,7 @@ class Encoded:
         return written, sent
 
     def finals(self, rank: int, num_chunks: int) -> list[NDArray[np.int64]]:
-        """The chunks that each track completes, in order: `planning.completion.finals` of the plan
+        """The chunks that each track completes, in order: `planning.dataflow.finals` of the plan
         with this many chunks."""
         code = self.codes[rank].tolist()
         tracks, phases = code[:2]

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.planning.dataflow import Visit, walk
 from linkweave.collectives.planning.plan import Op, Plan
-from linkweave.collectives.planning.walk import Visit, walk
 from linkweave.collectives.runtime.buffer import DTYPES, check_op, step_of
 
 Array = NDArray[Any]

@@ -24,15 +24,16 @@ import pytest
 
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.gpu import launch_tables
-from linkweave.collectives.runtime.gpu.actions import TrackCode, programs
 from linkweave.collectives.runtime.gpu.launch_tables import (
     CURSOR,
     LINE,
     REPORT,
     TRACK,
     LaunchConfig,
+    TrackCode,
     chunk_extents,
     fused,
+    programs,
 )
 from linkweave.kernels.dtypes import DTYPES, REDUCTIONS, step_of
 from linkweave.kernels.gpu.source import PLAN_THREADS

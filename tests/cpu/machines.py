@@ -15,7 +15,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from linkweave.collectives.launch import join
+from linkweave.collectives.cluster import join
 from linkweave.collectives.runtime.cpu.executor import compile_kernels
 from linkweave.collectives.settings import Settings
 

@@ -22,11 +22,10 @@ import torch._C._distributed_c10d as c10d
 from machines import forked, on_machines
 
 from linkweave.collectives import CollectiveError, Communicator
-from linkweave.collectives.cluster import pieces
+from linkweave.collectives.cluster import join, pieces
 from linkweave.collectives.cluster.cluster_map import AT_ONCE
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.gloo import Across
-from linkweave.collectives.launch import join
 from linkweave.collectives.settings import Settings
 
 SIZES = [(1, 1), (2, 2), (1, 2), (3, 1, 2)]

@@ -17,7 +17,7 @@ import pytest
 from machines import on_machines
 
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.cluster import rows
+from linkweave.collectives.cluster import pieces
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.roll_call import GRACE
 
@@ -112,7 +112,7 @@ def test_a_rank_that_dies_inside_a_call(what: str) -> None:
 def in_a_ring(comm: ClusterCommunicator) -> str:
     """Rank 1 dies before it sends its row; all but rank 2 hear of it only from others."""
     if comm.rank == 1:
-        rows.Rows._send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        pieces.Rows._send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     return first_error(lambda: comm.allgather(np.ones(MEBI, np.float32)))
 
 

@@ -17,9 +17,9 @@ import torch
 
 from linkweave import collectives, kernels
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.calls import communicator
 from linkweave.collectives.calls.communicator import Communicator, get_default
-from linkweave.collectives.calls.methods import Collectives
-from linkweave.collectives.launch import default
+from linkweave.collectives.calls.methods import Methods
 from linkweave.collectives.planning import collective
 from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.kernels.dtypes import OPS, ops_of
@@ -402,7 +402,7 @@ def test_the_folders_of_a_checkout_can_be_imported() -> None:
 
 
 def test_every_collective_is_a_method_and_a_function_of_the_package() -> None:
-    methods = {name for name in dir(Collectives) if not name.startswith("_")} - {"rank", "size"}
+    methods = {name for name in dir(Methods) if not name.startswith("_")} - {"rank", "size"}
     assert {*PUBLIC} <= methods <= {*collectives.__all__}
 
 
@@ -416,7 +416,7 @@ def test_a_collective_of_the_table_is_a_function(monkeypatch: pytest.MonkeyPatch
     package = module_from_spec(spec)
     spec.loader.exec_module(package)
     assert "scan" in package.__all__ and "scan" in dir(package)
-    monkeypatch.setattr(default, "get_default", lambda: Communicator.__new__(Communicator))
+    monkeypatch.setattr(communicator, "get_default", lambda: Communicator.__new__(Communicator))
     assert package.scan(21) == 42
 
 

@@ -23,7 +23,7 @@ from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.runtime.cpu import control
-from linkweave.collectives.runtime.gpu import peers
+from linkweave.collectives.runtime.gpu import memory
 from linkweave.topology import GpuId, Topology, TopologyError, load
 from tests.cpu.helpers import hurry
 
@@ -240,7 +240,7 @@ def seen(order: tuple[int, ...] = (2, 0, 1)) -> Topology:
 
 def on_the_map(rank: int, differs: int) -> list[Any]:
     if rank == differs:
-        peers.detect = lambda environ: load("mesh-8")  # type: ignore[assignment]
+        memory.detect = lambda environ: load("mesh-8")  # type: ignore[assignment]
     comm: Any = get_default()
     error = failure(lambda: comm.allreduce(tensor([1.0])))
     comm.synchronize()
@@ -249,7 +249,7 @@ def on_the_map(rank: int, differs: int) -> list[Any]:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "detect", lambda environ: seen())
+    monkeypatch.setattr(memory, "detect", lambda environ: seen())
 
 
 def test_ranks_have_the_numbers_of_the_detected_graph(told: None, machine: Machine) -> None:
@@ -286,7 +286,7 @@ def test_a_map_of_another_machine_is_taken_as_it_is(machine: Machine) -> None:
 def test_a_gpu_that_is_not_on_the_map_is_named(
     monkeypatch: pytest.MonkeyPatch, machine: Machine
 ) -> None:
-    monkeypatch.setattr(peers, "detect", lambda environ: seen((2, 0)))
+    monkeypatch.setattr(memory, "detect", lambda environ: seen((2, 0)))
     for said, _ in collectives.spawn(on_the_map, 3, args=(-1,), device="cuda"):
         assert said.startswith(
             "rank 2's GPU is not part of the topology: dgx1-v100 has no GPU GPU-0000:02:"
@@ -299,7 +299,7 @@ def test_a_driver_that_does_not_answer_is_named(
     def broken(environ: object) -> Topology:
         raise TopologyError("the GPU driver does not answer: lost")
 
-    monkeypatch.setattr(peers, "detect", broken)
+    monkeypatch.setattr(memory, "detect", broken)
     for said, _ in collectives.spawn(on_the_map, 2, args=(-1,), device="cuda"):
         assert said == (
             "the GPUs' links cannot be detected; pass topology=...: rank 0: the GPU driver does "
@@ -392,7 +392,7 @@ def test_processes_that_share_a_gpu_fit_on_it_together(monkeypatch: pytest.Monke
 def test_a_machine_without_a_map_is_a_mesh(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, log: Path
 ) -> None:
-    monkeypatch.setattr(peers, "detect", lambda environ: load("cpu-4"))
+    monkeypatch.setattr(memory, "detect", lambda environ: load("cpu-4"))
     assert collectives.spawn(on_the_map, 3, args=(-1,), device="cuda") == [["None", (0, 1, 2)]] * 3
     assert log.read_text().count("assuming a mesh") == 1
 

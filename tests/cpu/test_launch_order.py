@@ -15,7 +15,7 @@ from host_gpu import HostDevice, needs_compiler
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, CollectiveTimeout
 from linkweave.collectives.calls.communicator import get_default
-from linkweave.collectives.runtime.gpu.launch_order import Launch, LaunchOrder
+from linkweave.collectives.runtime.gpu.team import Launch, LaunchOrder
 from tests.cpu.helpers import hurry
 
 pytestmark = needs_compiler

@@ -12,12 +12,11 @@ from host_gpu import BROKEN, HostGpu, build, needs_compiler
 
 from linkweave.collectives import PlanError, plan_allreduce, plan_collective
 from linkweave.collectives.planning.collective import PUBLIC
-from linkweave.collectives.planning.completion import finals
-from linkweave.collectives.planning.dataflow import passed_on
+from linkweave.collectives.planning.dataflow import finals, passed_on
 from linkweave.collectives.planning.plan import Op, Plan, Step
 from linkweave.collectives.planning.verify import races, verify
 from linkweave.collectives.runtime import reference
-from linkweave.collectives.runtime.gpu import actions, launch_tables
+from linkweave.collectives.runtime.gpu import launch_tables as tables
 from linkweave.collectives.runtime.gpu.launch_tables import LaunchConfig, State, fit
 from linkweave.kernels.dtypes import DTYPES, ops_of
 from linkweave.topology import load
@@ -107,21 +106,21 @@ def test_layouts_and_numbers_are_those_of_the_device() -> None:
     told = subprocess.run(
         [build(), "--layout"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    names = {"End": launch_tables.END, "Cursor": launch_tables.CURSOR, "Track": launch_tables.TRACK,
-             "Launch": launch_tables.LAUNCH, "Check": launch_tables.CHECK}  # fmt: skip
+    names = {"End": tables.END, "Cursor": tables.CURSOR, "Track": tables.TRACK,
+             "Launch": tables.LAUNCH, "Check": tables.CHECK}  # fmt: skip
     mine = [
         f"{name} {field} {dtype.fields[field][1]} {dtype.fields[field][0].itemsize}"
         for name, dtype in names.items()
         for field in dtype.names or ()
     ]
     mine += [f"sizeof {name} {dtype.itemsize}" for name, dtype in names.items()]
-    words = (actions.LENGTH, actions.CHUNK, actions.FLAGS, actions.NUM_WAITS, actions.NUM_OPERANDS,
-             actions.NUM_OUTPUTS, actions.NUM_SIGNALS, actions.HEADER)  # fmt: skip
+    words = (tables.LENGTH, tables.CHUNK, tables.FLAGS, tables.NUM_WAITS, tables.NUM_OPERANDS,
+             tables.NUM_OUTPUTS, tables.NUM_SIGNALS, tables.HEADER)  # fmt: skip
     mine += ["Field " + " ".join(map(str, words))]
     mine += ["State " + " ".join(str(state.value) for state in State)]
-    limits = (launch_tables.MAX_RANKS, actions.MAX_PEERS, launch_tables.LINE, launch_tables.REPORT)
-    flags = (actions.OWN, actions.INPUT, actions.SENDER, actions.DATA, actions.AVERAGES,
-             actions.COMPLETES, actions.PUSHED, actions.PUSHES, actions.KEEPS)  # fmt: skip
+    limits = (tables.MAX_RANKS, tables.MAX_PEERS, tables.LINE, tables.REPORT)
+    flags = (tables.OWN, tables.INPUT, tables.SENDER, tables.DATA, tables.AVERAGES,
+             tables.COMPLETES, tables.PUSHED, tables.PUSHES, tables.KEEPS)  # fmt: skip
     mine += ["limits " + " ".join(map(str, limits)), "flags " + " ".join(map(str, flags))]
     assert told == mine
 
@@ -168,7 +167,7 @@ def test_what_is_pushed_passes_no_slot() -> None:
     plan, shape = plan_allreduce(load("mesh-5"), 40_000, "double_tree"), plain(2)
     gpu = HostGpu(plan, shape)
     gpu.call(values(plan, 4000), direct=True)
-    done, layout = gpu.image.run(build()), launch_tables.lay_out(plan, shape)
+    done, layout = gpu.image.run(build()), tables.lay_out(plan, shape)
     copies = {i for s in plan.tracks for body in s.phases for step in body
               if step.op is Op.COPY for i in step.connections}  # fmt: skip
     assert len(copies) == 8  # of two trees with four edges each
@@ -279,14 +278,12 @@ def test_programs_too_long_for_shared_memory(shape: LaunchConfig) -> None:
 
 def test_more_peers_or_ranks_than_the_kernel_takes_are_refused() -> None:
     with pytest.raises(PlanError, match=r"65 ranks in one launch; at most 64"):
-        launch_tables.launch(
-            plan_allreduce(load("mesh-2"), 4), LINES, 0, 0, 0, [(0, 0)] * 65, 1.0, False
-        )
+        tables.launch(plan_allreduce(load("mesh-2"), 4), LINES, 0, 0, 0, [(0, 0)] * 65, 1.0, False)
     plan = plan_allreduce(load("mesh-2"), 4, "one_shot")
     wide = replace(plan.tracks[0].phases[0][1], connections=(0,) * 65)
     track = replace(plan.tracks[0], phases=((wide,),))
     with pytest.raises(PlanError, match=r"rank 0 has a SEND with 65 peers; .* at most 64"):
-        actions.programs(replace(plan, tracks=(track,)), 0)
+        tables.programs(replace(plan, tracks=(track,)), 0)
 
 
 def test_a_stale_flag_is_gone_before_its_number_comes_again() -> None:
@@ -295,7 +292,7 @@ def test_a_stale_flag_is_gone_before_its_number_comes_again() -> None:
     gpu = HostGpu(plan, LINES, start=2**30 - 1)
     gpu.call(values(plan, 8))
     done = gpu.image.run(build())
-    layout = launch_tables.lay_out(plan, LINES)
+    layout = tables.lay_out(plan, LINES)
     for rank in range(2):
         (at,) = [layout.slot[i] for i, c in enumerate(plan.connections) if c.dst == rank]
         flags = done[gpu.memory[rank]][at : at + 2 * LINES.stripe].view(np.uint32)[1::2]
@@ -413,7 +410,7 @@ def test_a_partial_sum_that_is_overwritten_is_released_before_its_lines() -> Non
 
 
 def test_a_result_stored_that_is_overwritten_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actions, "passed_on", lambda plan: dict.fromkeys(passed_on(plan), True))
+    monkeypatch.setattr(tables, "passed_on", lambda plan: dict.fromkeys(passed_on(plan), True))
     plan = plan_allreduce(load("mesh-3"), 8000, "overlapped_tree", 8)
     assert_race(replace(plan, slots=3), LINES)
 
@@ -481,7 +478,7 @@ def test_a_forwarder_that_gives_up_passes_nothing_on() -> None:
     gpu = HostGpu(plan, LINES, timeout=0.2)
     gpu.call([np.zeros_like(x) for x in values(plan, 4000)], only=0)
     done = gpu.image.run(build(), timeout=280)
-    layout = launch_tables.lay_out(plan, LINES)
+    layout = tables.lay_out(plan, LINES)
     forwarded = {out for s in plan.tracks if s.rank == 0 for body in s.phases for step in body
                  if step.source is not None for out in step.connections}  # fmt: skip
     assert forwarded
@@ -538,7 +535,7 @@ def test_a_connection_that_is_awaited_or_signalled_twice_in_a_row(shape: LaunchC
     )  # fmt: skip
     verify(plan, load("mesh-2"))
     for track in plan.tracks:
-        for action in actions.actions(plan, track, 0):
+        for action in tables.actions(plan, track, 0):
             for run in (action.waits, action.signals):
                 assert len({step.connections for _, step in run}) == len(run)
     check(plan, shape, [4 * 1009, 4], sanitizer="thread")

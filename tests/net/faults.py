@@ -24,7 +24,7 @@ import torch  # noqa: E402
 import torch._C._distributed_c10d as c10d  # noqa: E402
 
 from linkweave.collectives import CollectiveError  # noqa: E402
-from linkweave.collectives.launch import join  # noqa: E402
+from linkweave.collectives.cluster import join  # noqa: E402
 from linkweave.collectives.runtime.cpu.executor import compile_kernels  # noqa: E402
 from linkweave.collectives.settings import Settings  # noqa: E402
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from linkweave.collectives import PlanError, plan_allreduce, plan_collective
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
-from linkweave.collectives.planning.completion import finals, layer_chunk_table
+from linkweave.collectives.planning.dataflow import finals, layer_chunk_table
 from linkweave.collectives.planning.plan import Plan
 from linkweave.topology import load
 

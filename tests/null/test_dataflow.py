@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from linkweave.collectives.planning.collective import PUBLIC
-from linkweave.collectives.planning.dataflow import input_reads, pushes, step_id
+from linkweave.collectives.planning.dataflow import Visit, input_reads, pushes, step_id, walk
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
 from linkweave.collectives.planning.verify import races
-from linkweave.collectives.planning.walk import Visit, walk
 from linkweave.topology import load
 from tests.null.helpers import random_plan
 

@@ -13,7 +13,7 @@ from linkweave.collectives.planning.dataflow import passed_on, pushes
 from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
 from linkweave.collectives.planning.verify import races, verify
-from linkweave.collectives.runtime.gpu.actions import (
+from linkweave.collectives.runtime.gpu.launch_tables import (
     FLAGS,
     HEADER,
     KEEPS,
@@ -22,9 +22,9 @@ from linkweave.collectives.runtime.gpu.actions import (
     NUM_OUTPUTS,
     PUSHED,
     actions,
+    fused,
     programs,
 )
-from linkweave.collectives.runtime.gpu.launch_tables import fused
 from linkweave.topology import load
 from tests.null.executor import Executor, why_wrong
 from tests.null.helpers import random_plan

@@ -10,8 +10,13 @@ from itertools import combinations
 import pytest
 
 from linkweave.collectives.errors import PlanError
-from linkweave.collectives.planning.algorithms.packing import pack, rooted, spanning_forests
-from linkweave.collectives.planning.algorithms.pair_rates import _rates, pair_capacity
+from linkweave.collectives.planning.algorithms.packing import (
+    _rates,
+    pack,
+    pair_capacity,
+    rooted,
+    spanning_forests,
+)
 from linkweave.collectives.planning.planner import plan_allreduce
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import verify

@@ -15,8 +15,7 @@ import pytest
 from linkweave.collectives.planning.dataflow import passed_on
 from linkweave.collectives.planning.plan import Op, Plan, Step, Track
 from linkweave.collectives.planning.planner import plan_allreduce
-from linkweave.collectives.runtime.gpu.actions import Action, actions
-from linkweave.collectives.runtime.gpu.launch_tables import LaunchConfig, fit
+from linkweave.collectives.runtime.gpu.launch_tables import Action, LaunchConfig, actions, fit
 from linkweave.topology import load
 
 

@@ -17,11 +17,10 @@ from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning import planner
 from linkweave.collectives.planning import simulate as simulator
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, algorithm_for
-from linkweave.collectives.planning.cost import Pipeline, pipeline_of
 from linkweave.collectives.planning.lower import Algorithm, Copy, Tuning, lower
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.planner import candidates, plan_allreduce, predict
-from linkweave.collectives.planning.simulate import Timeline, simulate
+from linkweave.collectives.planning.simulate import Pipeline, Timeline, pipeline_of, simulate
 from linkweave.collectives.planning.verify import verify
 from linkweave.kernels.plan import timeline
 from linkweave.topology import Link, Topology, load

@@ -9,8 +9,7 @@ import pytest
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.registry import algorithm_for
-from linkweave.collectives.planning.completion import finals
-from linkweave.collectives.planning.dataflow import origins
+from linkweave.collectives.planning.dataflow import finals, origins
 from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Tuning, lower
 from linkweave.collectives.planning.plan import Op, Plan, Step
 from linkweave.collectives.planning.planner import candidates, plan_collective

@@ -12,10 +12,10 @@ import pytest
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, algorithm_for
+from linkweave.collectives.planning.dataflow import walk
 from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Tuning, lower
 from linkweave.collectives.planning.plan import Connection, Op, Plan, Step
 from linkweave.collectives.planning.verify import races, shortened, verify
-from linkweave.collectives.planning.walk import walk
 from linkweave.topology import load
 from tests.null.executor import Executor, is_right, why_wrong
 from tests.null.helpers import (

@@ -7,8 +7,7 @@ from functools import lru_cache
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.embed import Edge, Embedding, embed
-from linkweave.collectives.planning.algorithms.packing import pack
-from linkweave.collectives.planning.algorithms.pair_rates import pair_capacity
+from linkweave.collectives.planning.algorithms.packing import pack, pair_capacity
 from linkweave.collectives.planning.algorithms.trees import Tree, binary_tree, two_trees
 from linkweave.collectives.planning.algorithms.trees import chain as chain_tree
 from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Round

@@ -16,9 +16,10 @@ from linkweave.collectives.errors import CollectiveError, PlanError
 from linkweave.collectives.planning.algorithms import over_trees, rings, rooted
 from linkweave.collectives.planning.algorithms.direct import direct, one_shot, pairwise, two_shot
 from linkweave.collectives.planning.algorithms.doubling import halving_doubling, recursive_doubling
-from linkweave.collectives.planning.algorithms.hierarchical import hierarchical, hierarchical_ring
-from linkweave.collectives.planning.algorithms.hierarchical_rooted import (
+from linkweave.collectives.planning.algorithms.hierarchical import (
+    hierarchical,
     hierarchical_blocks,
+    hierarchical_ring,
     hierarchical_rooted,
 )
 from linkweave.collectives.planning.collective import ALLREDUCE, COLLECTIVES, SENDRECV, Root, check

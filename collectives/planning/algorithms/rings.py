@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.embed import Edge, embed
-from linkweave.collectives.planning.algorithms.nodes import equal_nodes, near_nics
-from linkweave.collectives.planning.algorithms.pair_rates import link_counts
+from linkweave.collectives.planning.algorithms.hierarchical import equal_nodes, near_nics
+from linkweave.collectives.planning.algorithms.packing import link_counts
 from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Round, few_enough
 from linkweave.topology import Topology
 

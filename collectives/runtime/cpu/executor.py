@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.cost import MEMORY_CHUNK
 from linkweave.collectives.planning.layout import Staging, chunk_bytes
+from linkweave.collectives.planning.simulate import MEMORY_CHUNK
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.control import HostControl
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
@@ -62,7 +62,7 @@ class Ready:
 
     `notice`, `state` and `blocks` are arguments of `interpreter.call`; `choice` is what the call
     was planned for (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a
-    gradient queue (`planning.completion.table`); `writes` says whether this rank copies or combines
+    gradient queue (`planning.dataflow.table`); `writes` says whether this rank copies or combines
     any chunk of the message, and `clean`, whether only such as lie in its result and are read by
     no other rank, so that the result may lie elsewhere. `reads` are those of `interpreter.call`.
     `span` is the bytes of the buffer if the plan may run directly in shared memory, otherwise 0;

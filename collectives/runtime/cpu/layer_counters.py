@@ -31,7 +31,7 @@ class LayerCounters:
         """Reset the counters; to be called before the call moves any data.
 
         `needs` [layers, tracks] is the number of chunks that each track must have completed for
-        each layer (`planning.completion.table`).
+        each layer (`planning.dataflow.table`).
         """
         self.layers, tracks = needs.shape
         self.counters = np.zeros(max(1, tracks), np.int64)

@@ -7,6 +7,7 @@ memory. Such a run checks the kernel and its memory bandwidth but says nothing a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -15,12 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
-from linkweave.collectives.planning.completion import layer_chunk_table
+from linkweave.collectives.planning.dataflow import layer_chunk_table
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.diagnose import Blocked, waits
 from linkweave.collectives.runtime.gpu import launch_tables
-from linkweave.collectives.runtime.gpu.actions import TrackCode, programs
-from linkweave.collectives.runtime.gpu.counters import CallCounters, CounterPool
 from linkweave.collectives.runtime.gpu.device import Device
 from linkweave.collectives.runtime.gpu.launch_tables import (
     CURSOR,
@@ -30,7 +29,9 @@ from linkweave.collectives.runtime.gpu.launch_tables import (
     LaunchConfig,
     Setting,
     State,
+    TrackCode,
     chunk_extents,
+    programs,
 )
 from linkweave.collectives.runtime.gpu.memory import Bases, LocalMemory, Memory, SymmetricMemory
 
@@ -443,3 +444,56 @@ class Uploads:
                 last.callback(device.free, address)
             while self._parts:
                 last.callback(self._parts.popitem()[1].close)
+
+
+@dataclass
+class CallCounters:
+    """One call's counters.
+
+    `addresses` has one device address for each GPU of the process, of one uint32 per thread block.
+    `users` is the number of ranks of the process that may still read them.
+    """
+
+    addresses: tuple[int, ...]
+    key: tuple[int, ...]
+    users: int
+
+
+class CounterPool:
+    """Allocates counters, reuses those that are given back, and frees all of them in `close`."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+        self._spare: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        self._made: list[tuple[Device, int]] = []
+        self._lock = threading.Lock()
+        self.lent = 0
+        """How many calls' counters are in use or held by CUDA graphs."""
+
+    def take(self, blocks: Sequence[int], users: int) -> CallCounters:
+        """Counters for a call with this many thread blocks on each GPU; a CUDA graph keeps its
+        own."""
+        key = tuple(blocks)
+        with self._lock:
+            if spare := self._spare.get(key):
+                self.lent += 1
+                return CallCounters(spare.pop(), key, users)
+            made = []
+            for device, count in zip(self._devices, key, strict=True):
+                made.append(device.allocate(4 * max(1, count)))
+                self._made.append((device, made[-1]))
+            self.lent += 1
+            return CallCounters(tuple(made), key, users)
+
+    def give_back(self, counted: CallCounters) -> None:
+        """Called by each user once nothing that it enqueued reads the counters any more."""
+        with self._lock:
+            counted.users -= 1
+            if not counted.users:
+                self.lent -= 1
+                self._spare.setdefault(counted.key, []).append(counted.addresses)
+
+    def close(self) -> None:
+        while self._made:
+            device, address = self._made.pop()
+            device.free(address)
