@@ -21,7 +21,7 @@ from linkweave.collectives.calls.communicator import get_default
 from linkweave.kernels.atomics import copy_bytes
 from linkweave.kernels.plan.counters import turns
 from linkweave.topology import GpuId
-from linkweave.topology.measured import LinkFigures, PairFigure
+from linkweave.topology.readers.measured import LinkFigures, PairFigure
 
 NBYTES = 16 << 20  # of a copy between CPU ranks, more than a core's own caches hold
 GPU_NBYTES = 256 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from linkweave.topology.errors import CollectiveError, TopologyError
+from linkweave.topology.checks import CollectiveError, TopologyError
 
 __all__ = [
     "CollectiveAborted", "CollectiveError", "CollectiveTimeout", "OutOfMemory", "PlanError",

@@ -1,15 +1,14 @@
 """Machines, their links and the paths between GPUs. Needs neither torch nor a GPU."""
 
 from linkweave.topology.bounds import Bound, allreduce_bound, bound, reducing_bound
+from linkweave.topology.checks import CollectiveError, TopologyError
 from linkweave.topology.clusters import cluster
 from linkweave.topology.compare import compare
 from linkweave.topology.draw import draw, svg
-from linkweave.topology.errors import CollectiveError, TopologyError
-from linkweave.topology.link import GpuId, Link
+from linkweave.topology.graph import GpuId, Link, Vertex
 from linkweave.topology.loading import load
 from linkweave.topology.machines import NAMES
-from linkweave.topology.nccl_write import to_nccl_xml
-from linkweave.topology.routes import Vertex
+from linkweave.topology.readers.nccl_write import to_nccl_xml
 from linkweave.topology.topology import Topology
 
 __all__ = [

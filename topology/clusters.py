@@ -19,10 +19,9 @@ from dataclasses import replace
 from fractions import Fraction
 
 from linkweave.topology import speeds
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import Link
+from linkweave.topology.checks import TopologyError
+from linkweave.topology.graph import Link, Vertex, groups
 from linkweave.topology.machines import MAX_N, both, ordered
-from linkweave.topology.routes import Vertex, groups
 from linkweave.topology.topology import Topology
 
 _HEAD = re.compile(r"(\d{1,18})\s*[x*]\s*([^\s=]+)\s*(.*)", re.IGNORECASE | re.DOTALL)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from linkweave.topology.link import KINDS
+from linkweave.topology.graph import KINDS
 from linkweave.topology.loading import load
 from linkweave.topology.text import cables, vertex
 from linkweave.topology.topology import Topology

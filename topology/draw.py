@@ -12,13 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from linkweave.topology.checks import TopologyError
 from linkweave.topology.clusters import nodes_of
-from linkweave.topology.errors import TopologyError
+from linkweave.topology.graph import KINDS, Link, Vertex
 from linkweave.topology.layout import RADIUS, Positions, bend_through, lay_out, lay_out_node
-from linkweave.topology.link import KINDS, Link
 from linkweave.topology.loading import load
 from linkweave.topology.parts import Arrow, Part, PlanLike, parts_of
-from linkweave.topology.routes import Vertex
 from linkweave.topology.text import cables, ranks
 from linkweave.topology.topology import Topology
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from linkweave.topology import speeds
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import DIRECT, Link
+from linkweave.topology.checks import TopologyError
+from linkweave.topology.graph import DIRECT, Link, Vertex
 from linkweave.topology.machines import ordered
-from linkweave.topology.routes import Vertex
 from linkweave.topology.text import counted
 from linkweave.topology.topology import Topology
 

@@ -1,16 +1,113 @@
-"""Directed links between GPUs and switches, and the paths over them."""
+"""A machine as a graph: links, devices, and the paths over them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
-from linkweave.topology.checks import integer
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import DIRECT, LARGEST, GpuId, Link
-from linkweave.topology.routes import Vertex, between, connects, routes
+from linkweave.topology.checks import TopologyError, integer, number
 from linkweave.topology.timings import Timing
+
+Vertex = int | str  # GPUs and CPU ranks are ints; switches, CPUs, NICs and buses are strings
+
+Ends = tuple[Vertex, Vertex]
+V = TypeVar("V", bound=Hashable)
+
+
+# the kinds of link, with the singular and plural that messages use
+KINDS = {
+    "nvlink": ("NVLink", "NVLinks"),
+    "xgmi": ("xGMI link", "xGMI links"),
+    "pcie": ("PCIe link", "PCIe links"),
+    "host": ("PCIe link to a CPU", "PCIe links to CPUs"),
+    "socket": ("link between CPUs", "links between CPUs"),
+    "network": ("network link", "network links"),
+    "memory": ("memory path", "memory paths"),
+}
+DIRECT = ("nvlink", "xgmi")  # those that are made for GPUs
+
+FASTEST, _MOST_LINKS, _SLOWEST_US, LARGEST = 10**15, 10**6, 1e12, 10**9 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`count` equal physical links side by side, in one direction.
+
+    `bandwidth` is that of one physical link in bytes/s. `latency_us` is the fixed cost of a chunk
+    step over the link in microseconds (alpha in the cost model). `kind` is one of `KINDS`.
+    `assumed` marks a bandwidth that was guessed because the GPU, CPU or NIC is not known;
+    comparisons ignore it. Raises TopologyError for values that make no sense.
+    """
+
+    src: Vertex
+    dst: Vertex
+    bandwidth: int
+    count: int = 1
+    latency_us: float = 5.0
+    kind: str = "nvlink"
+    assumed: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        where = f"link {self.src}->{self.dst}"
+        for name, end in (("src", self.src), ("dst", self.dst)):
+            if isinstance(end, bool) or not isinstance(end, int | str):
+                raise TopologyError(f"{where}: {name} must be a GPU number or a switch name")
+        if self.src == self.dst:
+            raise TopologyError(f"{where} joins a vertex to itself")
+        for name, most in (("bandwidth", FASTEST), ("count", _MOST_LINKS)):
+            value = integer(getattr(self, name), f"{where}: {name}", 1, most, TopologyError)
+            object.__setattr__(self, name, value)
+        number(self.latency_us, f"{where}: latency_us", 0, _SLOWEST_US, TopologyError)
+        if not isinstance(self.assumed, bool):
+            raise TopologyError(f"{where}: assumed must be true or false, not {self.assumed!r}")
+        if self.kind not in KINDS:
+            raise TopologyError(
+                f"{where}: unknown kind {self.kind!r}; choose from {', '.join(KINDS)}"
+            )
+
+    @property
+    def parallel(self) -> int:
+        """How many messages can travel at once, each over one physical link.
+
+        It is 1 between a GPU and a switch, where every message is striped over all links.
+        """
+        return self.count if isinstance(self.src, int) and isinstance(self.dst, int) else 1
+
+    @property
+    def stores(self) -> bool:
+        """Whether a rank writes to shared memory over it, where one copy serves all readers."""
+        return self.kind == "memory" and isinstance(self.src, int)
+
+    @property
+    def bandwidth_each(self) -> int:
+        """Bytes/s of each of the `parallel` messages."""
+        return self.bandwidth * self.count // self.parallel
+
+
+@dataclass(frozen=True, slots=True)
+class GpuId:
+    """Identifies a GPU, whose number depends on CUDA_VISIBLE_DEVICES.
+
+    `bus_id` looks like "0000:06:00.0", in lower case. `sm` is the compute capability times ten (70
+    for a V100). Empty strings and 0 stand for unknown values.
+    """
+
+    gpu: int
+    bus_id: str = ""
+    uuid: str = ""
+    model: str = ""
+    sm: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("gpu", "sm"):
+            value = integer(getattr(self, name), f"device: {name}", 0, LARGEST, TopologyError)
+            object.__setattr__(self, name, value)
+        for name, text in (("bus_id", self.bus_id), ("uuid", self.uuid), ("model", self.model)):
+            if not isinstance(text, str):
+                raise TopologyError(f"device of GPU {self.gpu}: {name} must be text, not {text!r}")
 
 
 @dataclass(frozen=True, eq=True)
@@ -156,3 +253,84 @@ class Graph:
             if kind in kinds:
                 return cell
         return "PIX" if len(links) == 2 else "PXB"
+
+
+def routes(
+    links: Iterable[Ends], gpus: Collection[int]
+) -> dict[tuple[int, int], tuple[Vertex, ...]]:
+    """Return a shortest path for each ordered pair of these GPUs that has one.
+
+    Paths cross switches but no other GPU. Vertex names decide between paths of equal length.
+    """
+    out = {v: sorted(near, key=str) for v, near in neighbours(links).items()}
+    wanted = set(gpus)
+    found: dict[tuple[int, int], tuple[Vertex, ...]] = {}
+    for src in gpus:
+        queue: deque[tuple[Vertex, ...]] = deque([(src,)])
+        seen: set[Vertex] = {src}
+        while queue:
+            path = queue.popleft()
+            for nxt in out.get(path[-1], ()):
+                if nxt in seen:
+                    continue
+                seen.add(nxt)
+                if isinstance(nxt, str):
+                    queue.append((*path, nxt))
+                elif nxt in wanted:
+                    found[src, nxt] = (*path, nxt)
+    return found
+
+
+def connects(links: Sequence[Ends], gpus: Sequence[int]) -> bool:
+    """Whether every GPU can send to every other, through switches and GPUs."""
+    ways = (links, [(b, a) for a, b in links])
+    return all(set(gpus) <= reach(neighbours(way), gpus[0]) for way in ways)
+
+
+def neighbours(links: Iterable[tuple[V, V]]) -> dict[V, list[V]]:
+    """The successors of each vertex."""
+    out: dict[V, list[V]] = {}
+    for src, dst in links:
+        out.setdefault(src, []).append(dst)
+    return out
+
+
+def reach(near: Mapping[V, Iterable[V]], start: V) -> set[V]:
+    """The vertices that can be reached from `start`, with `start` itself."""
+    seen, todo = {start}, [start]
+    while todo:
+        fresh = set(near.get(todo.pop(), ())) - seen
+        seen |= fresh
+        todo += fresh
+    return seen
+
+
+def groups(members: Iterable[V], joined: Iterable[tuple[V, V]]) -> list[list[V]]:
+    """Connected components of the undirected graph with edges `joined`, in member order."""
+    near = neighbours(ends for a, b in joined for ends in ((a, b), (b, a)))
+    found: list[list[V]] = []
+    component_of: dict[V, list[V]] = {}
+    for member in members:
+        if member not in component_of:
+            found.append([])
+            component_of |= dict.fromkeys(reach(near, member), found[-1])
+        component_of[member].append(member)
+    return found
+
+
+def between(links: Sequence[Ends], gpus: Collection[int]) -> set[Ends]:
+    """Drop links to switches with one neighbour until no such switch is left."""
+    left = set(links)
+    near: dict[Vertex, set[Vertex]] = {}
+    for src, dst in left:
+        near.setdefault(src, set()).add(dst)
+        near.setdefault(dst, set()).add(src)
+    ends = [v for v in near if isinstance(v, str) and len(near[v]) < 2]
+    while ends:
+        v = ends.pop()
+        for other in near.pop(v, ()):
+            left -= {(v, other), (other, v)}
+            near[other].discard(v)
+            if isinstance(other, str) and len(near[other]) == 1:
+                ends.append(other)
+    return left

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from linkweave.topology.clusters import nodes_of
-from linkweave.topology.link import DIRECT, Link
+from linkweave.topology.graph import DIRECT, Link, Vertex, neighbours, reach
 from linkweave.topology.machines import dgx1_p100, dgx1_v100
-from linkweave.topology.routes import Vertex, neighbours, reach
 from linkweave.topology.topology import Topology
 
 RADIUS = 0.22  # of a GPU's circle; the unit is at most 1.5 inches

@@ -9,13 +9,13 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
+from linkweave.topology.checks import TopologyError
 from linkweave.topology.clusters import looks_like_cluster, nodes_of, parse_cluster
-from linkweave.topology.detect import detect
-from linkweave.topology.errors import TopologyError
 from linkweave.topology.machines import NAMES, machine, of_cards
-from linkweave.topology.measured import looks_like_p2p, overlay
-from linkweave.topology.nccl_xml import parse_nccl_xml
-from linkweave.topology.parse_smi import looks_like_smi, parse_smi
+from linkweave.topology.readers.detect import detect
+from linkweave.topology.readers.measured import looks_like_p2p, overlay
+from linkweave.topology.readers.nccl_xml import parse_nccl_xml
+from linkweave.topology.readers.parse_smi import looks_like_smi, parse_smi
 from linkweave.topology.speeds import known_model
 from linkweave.topology.topology import Topology
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from linkweave.topology import speeds
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import GpuId, Link
-from linkweave.topology.routes import Vertex
+from linkweave.topology.checks import TopologyError
+from linkweave.topology.graph import GpuId, Link, Vertex
 from linkweave.topology.topology import Topology
 
 NVLINK1 = speeds.nvlink(60)

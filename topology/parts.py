@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.routes import groups
+from linkweave.topology.checks import TopologyError
+from linkweave.topology.graph import groups
 from linkweave.topology.text import ranks
 from linkweave.topology.topology import Topology
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from linkweave.topology.errors import TopologyError
+from linkweave.topology.checks import TopologyError
 
 GB = 10**9
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from linkweave.topology.graph import Graph
-from linkweave.topology.routes import Vertex
+from linkweave.topology.graph import Graph, Vertex
 
 Colours = NDArray[np.uint64]
 _ODD = np.uint64(0x9E3779B97F4A7C15)

@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
-from linkweave.topology.graph import Graph
-from linkweave.topology.link import KINDS, Link
-from linkweave.topology.routes import Vertex
+from linkweave.topology.graph import KINDS, Graph, Link, Vertex
 
 WIDEST = 64  # GPUs; a larger matrix helps nobody
 LONGEST = 60  # lines of links

@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from linkweave.topology.checks import integer, number
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.json_reader import read_format, records
+from linkweave.topology.checks import TopologyError, integer, number, read_format, records
 
 FORMAT = "linkweave-timings"
 

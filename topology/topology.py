@@ -6,10 +6,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.graph import Graph
-from linkweave.topology.json_reader import read_format, records
-from linkweave.topology.link import GpuId, Link
+from linkweave.topology.checks import TopologyError, read_format, records
+from linkweave.topology.graph import GpuId, Graph, Link
 from linkweave.topology.symmetry import mappings
 from linkweave.topology.text import describe, summary
 from linkweave.topology.timings import Timing

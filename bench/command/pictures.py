@@ -22,9 +22,8 @@ from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.simulate import Timeline
 from linkweave.topology import Link, Topology, TopologyError, Vertex
 from linkweave.topology.clusters import nodes_of
+from linkweave.topology.graph import KINDS, neighbours, reach
 from linkweave.topology.layout import RADIUS, Positions, Star, lay_out, lay_out_node, star
-from linkweave.topology.link import KINDS
-from linkweave.topology.routes import neighbours, reach
 from linkweave.topology.text import counted
 from linkweave.topology.timings import measured_seconds
 

@@ -15,9 +15,9 @@ from linkweave.collectives.foreign import mscclpp, mscclpp_proof, mscclpp_timing
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
+from linkweave.topology.checks import TopologyError
 from linkweave.topology.compare import compare as match
 from linkweave.topology.compare import in_words
-from linkweave.topology.errors import TopologyError
 from linkweave.topology.parts import PlanLike
 from linkweave.topology.text import link_table
 

@@ -15,7 +15,7 @@ from itertools import product
 from linkweave import collectives, topology
 from linkweave.bench.command import options
 from linkweave.topology import Topology
-from linkweave.topology.link import KINDS
+from linkweave.topology.graph import KINDS
 
 NODES = (2, 4, 8, 16, 32, 64, 128)
 MACHINES = ("dgx1-v100", "dgx-a100", "dgx-h100")

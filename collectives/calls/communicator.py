@@ -39,7 +39,7 @@ from linkweave.collectives.runtime.tensors import as_buffer, gpu_of, parse_shape
 from linkweave.collectives.settings import Settings, topology_for
 from linkweave.topology import Topology, load
 from linkweave.topology.checks import integer
-from linkweave.topology.routes import connects
+from linkweave.topology.graph import connects
 
 log = logging.getLogger("linkweave")
 MOST_LANES = 64

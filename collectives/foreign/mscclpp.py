@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from linkweave.collectives.errors import PlanError
-from linkweave.topology.checks import integer, shown
-from linkweave.topology.json_reader import parse_json
+from linkweave.topology.checks import integer, parse_json, shown
 
 MOST_OPS, MOST_CHANNELS, MOST_AT_ONCE = 64, 16, 8
 """Limits of a thread block's ops and channels, and of an op's channels."""

@@ -25,9 +25,9 @@ from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.planning.plan import Plan
 from linkweave.topology import Topology, Vertex, speeds
 from linkweave.topology.clusters import nodes_of
-from linkweave.topology.link import DIRECT
-from linkweave.topology.nccl_xml import Element, parse_xml
+from linkweave.topology.graph import DIRECT
 from linkweave.topology.parts import parts_of
+from linkweave.topology.readers.nccl_xml import Element, parse_xml
 
 RING, TREE = 0, 1
 KINDS = {RING: "ring", TREE: "tree", 2: "collnet chain", 3: "NVLS", 4: "collnet direct"}

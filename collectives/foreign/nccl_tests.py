@@ -19,8 +19,7 @@ from linkweave.collectives.planning.planner import plan_collective
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
-from linkweave.topology.checks import shown
-from linkweave.topology.json_reader import parse_json
+from linkweave.topology.checks import parse_json, shown
 from linkweave.topology.text import ranks
 from linkweave.topology.timings import Timing
 

@@ -10,8 +10,7 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.profile import MAX_NUMBER
 from linkweave.collectives.overlap.schedule import Schedule
 from linkweave.collectives.overlap.timeline import Interval, StepTimeline
-from linkweave.topology.checks import number, shown
-from linkweave.topology.json_reader import read_format
+from linkweave.topology.checks import number, read_format, shown
 
 _FORMAT = "linkweave-step"
 

@@ -36,8 +36,7 @@ from linkweave.collectives.planning.plan import Plan, Step
 from linkweave.collectives.planning.planner import choose, plan_collective, predict
 from linkweave.collectives.planning.simulate import Timeline, simulate
 from linkweave.topology import Topology
-from linkweave.topology.checks import integer, number, shown
-from linkweave.topology.json_reader import parse_json
+from linkweave.topology.checks import integer, number, parse_json, shown
 
 
 @dataclass(frozen=True)

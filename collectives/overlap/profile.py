@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.topology.checks import integer, number, shown
-from linkweave.topology.json_reader import parse_json
+from linkweave.topology.checks import integer, number, parse_json, shown
 from linkweave.topology.text import counted
 
 MAX_LAYERS = 5000

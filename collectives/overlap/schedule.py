@@ -21,8 +21,7 @@ from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.timeline import StepTimeline, timeline
 from linkweave.collectives.overlap.timing import timings_of
-from linkweave.topology.checks import integer, shown
-from linkweave.topology.json_reader import read_format
+from linkweave.topology.checks import integer, read_format, shown
 from linkweave.topology.text import counted, html_table
 
 T = TypeVar("T")

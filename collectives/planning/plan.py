@@ -25,8 +25,7 @@ from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import COLLECTIVES, Collective, Root, check
 from linkweave.collectives.planning.layout import block_table, chunk_bytes
 from linkweave.topology import Vertex
-from linkweave.topology.checks import integer, shown
-from linkweave.topology.json_reader import read_format
+from linkweave.topology.checks import integer, read_format, shown
 from linkweave.topology.text import html_table
 
 _PLAIN = ("algorithm", "collective", "size", "num_chunks", "stride", "slots", "exclusive")

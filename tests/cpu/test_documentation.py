@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from linkweave import collectives, topology
 from linkweave.bench.command.cli import app
 from linkweave.collectives import overlap
-from linkweave.topology.measured import LinkFigures, PairFigure
+from linkweave.topology.readers.measured import LinkFigures, PairFigure
 from tests.cpu.commands import run_script, run_script_in_a_process
 from tests.null.test_judge import new as nccl_tests_log
 

@@ -32,7 +32,7 @@ from linkweave.topology import (
     to_nccl_xml,
 )
 from linkweave.topology.bounds import BOUNDED, _bound
-from linkweave.topology.parse_smi import parse_smi
+from linkweave.topology.readers.parse_smi import parse_smi
 from tests.null.helpers import renumbered
 
 GB = 10**9

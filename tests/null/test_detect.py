@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from linkweave.topology import Topology, TopologyError, bound, detect, load
+from linkweave.topology import Topology, TopologyError, bound, load
+from linkweave.topology.readers import detect
 
 find_machine: Callable[..., Topology] = detect.detect
 CORES = len(os.sched_getaffinity(0))

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from linkweave.topology import Topology, TopologyError, load
-from linkweave.topology.nccl_write import to_nccl_xml
+from linkweave.topology.readers.nccl_write import to_nccl_xml
 from tests.null.fixtures import DUMPS, GRAPH_FILE, P2P, SMI, VENDOR_FILES, coloured, listed
 
 LONGEST = 1.0  # seconds for one text; most take a few milliseconds

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from linkweave.topology import GpuId, Link, Topology, TopologyError, Vertex, allreduce_bound, load
-from linkweave.topology.measured import LinkFigures, PairFigure, looks_like_p2p
+from linkweave.topology.readers.measured import LinkFigures, PairFigure, looks_like_p2p
 from tests.null.fixtures import P2P
 
 GB = 10**9

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from linkweave.topology import GpuId, Link, Topology, TopologyError, bound, load
-from linkweave.topology.nccl_write import to_nccl_xml
+from linkweave.topology.readers.nccl_write import to_nccl_xml
 from tests.null.fixtures import (
     DUMPS,
     MACHINES,

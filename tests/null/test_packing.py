@@ -21,8 +21,7 @@ from linkweave.collectives.planning.planner import plan_allreduce
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import verify
 from linkweave.topology import Topology, allreduce_bound, bound, load
-from linkweave.topology.bounds import narrowest_partition
-from linkweave.topology.cuts import FlowNetwork
+from linkweave.topology.bounds import FlowNetwork, narrowest_partition
 from linkweave.topology.symmetry import pairs_alike
 
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from linkweave.topology import Topology, TopologyError, load
-from linkweave.topology.routes import between, connects, routes
+from linkweave.topology.graph import between, connects, routes
 from tests.null.helpers import Ends, both
 
 

@@ -15,7 +15,7 @@ import networkx as nx
 import pytest
 
 from linkweave.topology import Link, Topology, load
-from linkweave.topology.cuts import FlowNetwork
+from linkweave.topology.bounds import FlowNetwork
 from linkweave.topology.symmetry import mappings, pairs_alike
 from tests.null.helpers import GB, Ends, both, renumbered
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from linkweave.collectives.errors import PlanError
 from linkweave.topology import Topology
-from linkweave.topology.routes import neighbours
+from linkweave.topology.graph import neighbours
 
 _NODES, _ROUTED = 20_000, 100_000  # limits of a search: a fraction of a second
 _EXTRA_DETOURS = 3  # tried beyond the lower bound

@@ -12,7 +12,7 @@ from linkweave.collectives.planning.algorithms.trees import Tree, binary_tree, t
 from linkweave.collectives.planning.algorithms.trees import chain as chain_tree
 from linkweave.collectives.planning.lower import Algorithm, Copy, Reduce, Round
 from linkweave.topology import Topology, load
-from linkweave.topology.routes import connects
+from linkweave.topology.graph import connects
 
 
 def _interior(tree: Tree) -> list[list[int]]:

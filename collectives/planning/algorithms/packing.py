@@ -17,8 +17,7 @@ from itertools import accumulate, pairwise
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.topology import Topology, Vertex
-from linkweave.topology.bounds import narrowest_partition
-from linkweave.topology.cuts import FlowNetwork
+from linkweave.topology.bounds import FlowNetwork, narrowest_partition
 from linkweave.topology.symmetry import pairs_alike
 
 _ROUNDS = 60

@@ -9,7 +9,7 @@ from itertools import pairwise
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.topology import Topology, Vertex
-from linkweave.topology.routes import connects, neighbours
+from linkweave.topology.graph import connects, neighbours
 
 Levels = list[dict[int, tuple[int, ...]]]
 """For each level from the root on: the children of each rank."""

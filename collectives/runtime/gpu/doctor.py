@@ -21,7 +21,7 @@ from typing import Any
 
 from linkweave.collectives.runtime.gpu.driver import CudaDriver, CudaError
 from linkweave.topology import TopologyError, load
-from linkweave.topology.detect import detect
+from linkweave.topology.readers.detect import detect
 
 GIB = 1 << 30
 _LARGE = 1 << 60  # bytes; larger limits mean "unlimited"

@@ -29,7 +29,7 @@ from linkweave.collectives.runtime.gpu.device import Device
 from linkweave.collectives.runtime.gpu.doctor import examine
 from linkweave.collectives.settings import topology_for
 from linkweave.topology import Topology, load
-from linkweave.topology.detect import detect
+from linkweave.topology.readers.detect import detect
 
 log = logging.getLogger("linkweave")
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from xml.sax.saxutils import quoteattr
 
 from linkweave.topology import speeds
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import GpuId, Link
+from linkweave.topology.checks import TopologyError
+from linkweave.topology.graph import GpuId, Link, Vertex
 from linkweave.topology.loading import load
-from linkweave.topology.nccl_xml import LONGEST_VALUE
-from linkweave.topology.routes import Vertex
+from linkweave.topology.readers.nccl_xml import LONGEST_VALUE
 from linkweave.topology.topology import Topology
 
 MOST_GPUS = 128

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from linkweave.topology import speeds
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import GpuId, Link
+from linkweave.topology.checks import TopologyError
+from linkweave.topology.graph import GpuId, Link, Vertex, groups
 from linkweave.topology.machines import both, dgx1_p100, ordered, switches_of_nvls
-from linkweave.topology.routes import Vertex, groups
 from linkweave.topology.topology import Topology
 
 Pair = tuple[Vertex, Vertex]

@@ -14,10 +14,9 @@ from itertools import combinations, pairwise
 from xml.parsers import expat
 
 from linkweave.topology import speeds
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import GpuId, Link
+from linkweave.topology.checks import TopologyError
+from linkweave.topology.graph import GpuId, Link, Vertex
 from linkweave.topology.machines import SWITCH_PLANES, both, ordered, switches_of_nvls
-from linkweave.topology.routes import Vertex
 from linkweave.topology.topology import Topology
 
 _GPU_CLASS, _CPU_CLASS = "0x03", "0x068001"

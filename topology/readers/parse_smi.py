@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from linkweave.topology import speeds
-from linkweave.topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import GpuId
-from linkweave.topology.routes import Vertex
+from linkweave.topology.checks import TopologyError
+from linkweave.topology.graph import GpuId, Vertex
+from linkweave.topology.readers.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
 from linkweave.topology.topology import Topology
 
 _LEVELS = {"PIX": PIX, "PXB": PXB, "PHB": PHB, "NODE": NODE, "SYS": SYS, "SOC": SYS}

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from linkweave.topology import speeds
-from linkweave.topology.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.link import GpuId
+from linkweave.topology.checks import TopologyError
+from linkweave.topology.graph import GpuId, Vertex
 from linkweave.topology.machines import machine
-from linkweave.topology.routes import Vertex
+from linkweave.topology.readers.assemble import NODE, PHB, PIX, PXB, SYS, Told, assemble
 from linkweave.topology.topology import Topology
 
 # nvmlGpuTopologyLevel_t; INTERNAL is two GPUs on one board, behind one bridge

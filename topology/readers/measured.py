@@ -15,11 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
-from linkweave.topology.checks import integer, number
-from linkweave.topology.errors import TopologyError
-from linkweave.topology.json_reader import read_format, records
-from linkweave.topology.link import DIRECT, FASTEST, KINDS, LARGEST, GpuId, Link
-from linkweave.topology.routes import Vertex
+from linkweave.topology.checks import TopologyError, integer, number, read_format, records
+from linkweave.topology.graph import DIRECT, FASTEST, KINDS, LARGEST, GpuId, Link, Vertex
 from linkweave.topology.timings import looks_like_timings, parse_timings
 from linkweave.topology.topology import Topology
 

@@ -1,0 +1,1 @@
+"""Readers of what other tools know of a machine, and a writer for NCCL."""
