@@ -304,7 +304,7 @@ def convergence(
     out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Accuracy or loss with gTop-k, beside dense (2 min)."""
-    from linkweave.bench import convergence as measured
+    from linkweave.bench.training import convergence as measured
 
     at_least(("-n", ranks, 2), ("--steps", steps, 1), ("--seeds", seeds, 1),
              ("--epoch-steps", 1 if epoch_steps is None else epoch_steps, 1))  # fmt: skip
@@ -320,7 +320,7 @@ def ddp(
     out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Training by PyTorch's DDP or FSDP2, beside gloo (30 s)."""
-    from linkweave.bench import ddp as measured
+    from linkweave.bench.training import ddp as measured
 
     at_least(("-n", ranks, 1), ("-r", rounds, 1))
     nbytes = parse_size(size)
@@ -355,7 +355,7 @@ def steps(
     rounds: RoundsOption = 5, out: OutOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Steps of sleeping layers under each policy (4 min)."""
-    from linkweave.bench import sleeping, sleeping_embedding
+    from linkweave.bench.training import sleeping, sleeping_embedding
 
     at_least(("-n", ranks, 2), ("-r", rounds, 1))
     sane(1, 1 if density is None else density)
@@ -399,7 +399,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Training steps, beside DDP, on all ranks (1 min)."""
-    from linkweave.bench import train as measured
+    from linkweave.bench.training import train as measured
 
     at_least(("--batch", batch, 1), ("-r", rounds, 1))
     measure = partial(measured.measure, model, batch, rounds, schedule, scheduling, unchained)
@@ -419,7 +419,7 @@ def gtopk(
 ) -> None:  # fmt: skip
     """Gradients by gTop-k and other hooks of DDP, on all ranks (1 min)."""
     sane(1, density, ("-r", rounds, 1))
-    from linkweave.bench import gtopk as measured
+    from linkweave.bench.training import gtopk as measured
 
     measure = partial(measured.measure, model, density, rounds, scheduling, hook or ())
     tell(measured, measure, out, as_json, joins=True)
@@ -441,7 +441,7 @@ def embedding(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """An LSTM with a large table of words, on all ranks (1 min)."""
-    from linkweave.bench import embedding as measured
+    from linkweave.bench.training import embedding as measured
 
     at_least(("--rows", 1 if rows is None else rows, 1), ("--batch", batch, 1),
              ("--length", length, 1), ("-r", rounds, 1))  # fmt: skip

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from linkweave.collectives.training.data_parallel import DataParallel
     from linkweave.collectives.training.embedding.prefetch import prefetch
     from linkweave.collectives.training.embedding.sharded import ShardedEmbedding
-    from linkweave.collectives.training.gtopk import GTopK
+    from linkweave.collectives.training.gtopk.options import GTopK
 
     # as `__getattr__` makes them: the default communicator's methods
     _default = get_default()
@@ -70,7 +70,7 @@ __all__ += [name for name in PUBLIC if name not in __all__]  # type checkers rea
 _LAZY = {
     "Communicator": "calls.communicator",
     "DataParallel": "training.data_parallel",
-    "GTopK": "training.gtopk",
+    "GTopK": "training.gtopk.options",
     "GradientQueue": "calls.work",
     "ShardedEmbedding": "training.embedding.sharded",
     "Work": "calls.work",

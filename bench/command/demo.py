@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import track
 
 from linkweave import collectives, topology
-from linkweave.bench import sleeping
 from linkweave.bench.command import gantt, options
+from linkweave.bench.training import sleeping
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.calls.communicator import get_default
 from linkweave.topology.checks import integer
@@ -61,7 +61,7 @@ def run(ranks: int, epochs: int, out: Path) -> dict[str, Any]:
 def _train(rank: int, images: Any, labels: Any, epochs: int) -> dict[str, Any]:
     import torch
 
-    from linkweave.bench.train_models import digits_cnn
+    from linkweave.bench.training.train_models import digits_cnn
 
     comm = get_default()
     torch.set_num_threads(1)

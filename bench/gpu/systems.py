@@ -39,7 +39,7 @@ def averaged(rank: int, arrays: Arrays, mode: str, n: int, device: str) -> tuple
     import torch
 
     from linkweave.collectives.planning.sparse_tree import binomial_tree
-    from linkweave.collectives.training.sparse_exchange import SparseAverage
+    from linkweave.collectives.training.gtopk.exchange import SparseAverage
     from linkweave.collectives.training.transport import OverCommunicator
 
     class OneTree(OverCommunicator):

@@ -20,7 +20,7 @@ from linkweave.bench.reproduce.rows import (
     Row,
     Series,
 )
-from linkweave.bench.sleeping import even
+from linkweave.bench.training.sleeping import even
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
 from linkweave.collectives.overlap.communication import whole

@@ -7,22 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from linkweave.bench.reproduce import (
-    asc_wfbp,
-    c_cube,
-    c_cube_steps,
-    embrace,
-    gtopk,
-    predictions,
-    us_byte,
-)
+from linkweave.bench.reproduce import asc_wfbp, c_cube, embrace, gtopk, predictions, us_byte
 from linkweave.bench.reproduce.rows import Make, Part
 
 PAPERS: dict[str, dict[str, Make]] = {
     "c-cube": {
-        "all-reduces": c_cube.communication, "steps": c_cube_steps.training,
-        "patterns": c_cube_steps.patterns, "scaling": c_cube.scaling,
-        "layers": c_cube_steps.layers, "measurements": c_cube_steps.measurements,
+        "all-reduces": c_cube.communication, "steps": c_cube.training,
+        "patterns": c_cube.patterns, "scaling": c_cube.scaling,
+        "layers": c_cube.layers, "measurements": c_cube.measurements,
     },
     "gtop-k": {"scaling": gtopk.scaling, "training": gtopk.training,
                "residuals": gtopk.residuals},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import cross_entropy
 
-from linkweave.bench.convergence import batches
-from linkweave.bench.tasks import TASKS
+from linkweave.bench.training.convergence import batches
+from linkweave.bench.training.tasks import TASKS
 from linkweave.collectives.planning.sparse_tree import binomial_tree, rounds
 from linkweave.kernels import gtopk
 

@@ -16,4 +16,4 @@ def __getattr__(name: str) -> Any:
             f"module 'linkweave.collectives.distributed' has no attribute {name!r}"
         )
     # `training` imports this package, so its names are looked up when they are used
-    return getattr(import_module("linkweave.collectives.training.gtopk_hook"), name)
+    return getattr(import_module("linkweave.collectives.training.gtopk.hook"), name)

@@ -3,7 +3,7 @@
 from linkweave.collectives.training.data_parallel import DataParallel
 from linkweave.collectives.training.embedding.prefetch import prefetch
 from linkweave.collectives.training.embedding.sharded import ShardedEmbedding
-from linkweave.collectives.training.gtopk import GTopK, resharded
+from linkweave.collectives.training.gtopk.options import GTopK, resharded
 from linkweave.collectives.training.program import Op, Program, Span
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import nn
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import POLICIES, Schedule
 from linkweave.collectives.training.engine import Engine
-from linkweave.collectives.training.gtopk import GTopK
+from linkweave.collectives.training.gtopk.options import GTopK
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.transport import Transport, parted, send
 from linkweave.collectives.training.update import groups_of

@@ -27,17 +27,16 @@ from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.exchange import Dense, Exchange
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
-from linkweave.collectives.training.gtopk import KEY, GTopK, check_state
+from linkweave.collectives.training.gtopk.exchange import SparseExchange
+from linkweave.collectives.training.gtopk.options import KEY, GTopK, check_state
 from linkweave.collectives.training.hooks import Hook, compiling_by, left_alone, nothing
 from linkweave.collectives.training.joining import joined
 from linkweave.collectives.training.layout import drop_gradients
-from linkweave.collectives.training.loss_scale import LossScale, loss_scale_of
-from linkweave.collectives.training.program import Program
-from linkweave.collectives.training.sparse_exchange import SparseExchange
-from linkweave.collectives.training.step_record import StepRecord, timeline_of
+from linkweave.collectives.training.program import Program, StepRecord, timeline_of
 from linkweave.collectives.training.stepping import refuse_another_scaler, stepper_of
 from linkweave.collectives.training.transport import Transport, transport_of
 from linkweave.collectives.training.tuner import Tuner
+from linkweave.collectives.training.update import LossScale, loss_scale_of
 
 log = logging.getLogger("linkweave")
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from functools import cached_property
+from typing import Any
+
+import torch
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap import Communication, Piece, Schedule
+from linkweave.collectives.overlap import Communication, Piece, Schedule, StepTimeline
+from linkweave.collectives.overlap.clock import Clock
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from linkweave.collectives.overlap.timeline import Interval
 from linkweave.collectives.training.gradient_buffers import Slot
 from linkweave.topology.text import counted
 
@@ -161,3 +167,195 @@ def _ops(communications: Sequence[Communication], slots: Sequence[Slot]) -> tupl
                 found.sort(key=lambda span: span.first)
             ops.append(Op(buffer, tuple(found), c.lane, after, c.streamed, source, c.kind))
     return tuple(ops)
+
+
+@dataclass
+class StepRecord:
+    """Moments of the engine's clock; units and ops by number."""
+
+    begun: Any = None
+    """When the forward pass before the backward pass ended."""
+    ready: dict[int, Any] = field(default_factory=dict)
+    """When the last gradient of each unit was there."""
+    backward_end: Any = None
+    sent: list[tuple[int, Any, Any]] = field(default_factory=list)
+    """(op, start, end), in the order of their ends."""
+    step: tuple[Any, Any] = (None, None)
+    """The call of the optimizer's `step`."""
+    updates: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    """The parts of a step that were carried out before the units' next use, each from when the last
+    bytes of the unit arrived: what was updated until then took no time of its own."""
+    reached: dict[int, Any] = field(default_factory=dict)
+    """When the forward pass reached each unit's module."""
+    forward: dict[int, Any] = field(default_factory=dict)
+    """When it went on, with the unit's gradients there and its parameters updated."""
+    forward_end: Any = None
+
+
+def timeline_of(record: StepRecord, program: Program, clock: Clock) -> StepTimeline:
+    """The times of a complete step, in seconds from the start of its backward pass.
+
+    The parts of a communication that was divided between buffers count as one. An update before a
+    unit's next use belongs to its forward pass, one by `step` to none.
+    """
+
+    def at(moment: Any) -> float:
+        return clock.seconds(record.begun, moment)
+
+    sends: dict[int, Interval] = {}
+    for number, start, end in record.sent:
+        source = program.ops[number].source
+        known = sends.get(source, (at(start), at(end)))
+        sends[source] = min(known[0], at(start)), max(known[1], at(end))
+    units = range(len(program.names))
+    backward, upto = [], 0.0
+    for unit in reversed(units):
+        until = max(upto, at(record.ready[unit]))
+        backward.append((upto, until))
+        upto = until
+    forward, seconds = [], at(record.forward_end)
+    upto = seconds
+    for unit in reversed(units):
+        begun = record.updates[unit][0] if unit in record.updates else record.forward.get(unit)
+        start = upto if begun is None else min(upto, at(begun))
+        forward.append((start, upto))
+        upto = min(start, at(record.reached[unit])) if unit in record.reached else start
+    computing = sum(end - start for start, end in (*backward, *forward))
+    return StepTimeline(
+        seconds, seconds - computing, tuple(span for _, span in sorted(sends.items())),
+        tuple(reversed(backward)), tuple(reversed(forward)),
+    )  # fmt: skip
+
+
+class Moments:
+    """Takes down the moments of steps, as long as the user or the tuner asks for it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.asking = clock, {"user": False, "tuner": False}
+        self.record = StepRecord()
+        self.last: StepRecord | None = None
+        """Of the last complete step that was taken down."""
+        self._arrived: Any = None  # when the last bytes of the unit last awaited arrived
+
+    @property
+    def on(self) -> bool:
+        return any(self.asking.values())
+
+    def forget(self) -> None:
+        """The steps to come are those of another program."""
+        self.record, self.last = StepRecord(self.record.forward_end or self.record.begun), None
+
+    def forward_begins(self) -> None:
+        self.record.reached.clear()
+        self.record.forward.clear()
+
+    def forward_ends(self) -> None:
+        if self.on:
+            self.record.forward_end = self.clock.now()
+
+    def backward_enters(self) -> None:
+        """A backward pass begins, maybe of a forward pass that nobody has noticed."""
+        if self.on and self.record.forward_end is None:
+            self.record.forward_end = self.clock.now()
+
+    def next_step(self, sent: list[tuple[int, Any, Any]]) -> None:
+        """The first gradient of a backward pass is there; `sent`: by the step before it."""
+        done = self.record
+        done.sent = sent
+        complete = self.on and done.ready and done.begun is not None
+        self.last = done if complete else self.last
+        self.record = StepRecord(done.forward_end)
+
+    def reached(self, unit: int) -> None:
+        if self.on and torch.is_grad_enabled():  # evaluation has no record
+            self.record.reached.setdefault(unit, self.clock.now())
+
+    def goes_on(self, unit: int) -> None:
+        if self.on and torch.is_grad_enabled():
+            self.record.forward.setdefault(unit, self.clock.now())
+
+    def arrived(self) -> None:
+        if self.on:
+            self._arrived = self.clock.now()
+
+    def updated(self, unit: int) -> None:
+        if self.on:
+            self.record.updates[unit] = self._arrived, self.clock.now()
+
+    def ready(self, unit: int) -> None:
+        if self.on:
+            self.record.ready[unit] = self.clock.now()
+
+    def backward_ends(self) -> None:
+        if self.on:
+            self.record.backward_end = self.clock.now()
+
+    def step_begins(self) -> Any:
+        return self.clock.now() if self.on else None
+
+    def step_ends(self, begun: Any) -> None:
+        if begun is not None:
+            self.record.step = begun, self.clock.now()
+
+
+class State(Enum):
+    """What the gradients of a rank are."""
+
+    IDLE = "no backward pass has been averaged"
+    LOCAL = "gradients of this rank have been added, and not averaged"
+    UNREACHED = "the last backward pass has reached no parameter"
+    BACKWARD = "in a backward pass, before its first gradient"
+    COLLECTING = "in a backward pass that has accumulated gradients"
+    SENDING = "gradients are under way"
+    AVERAGED = "gradients are averages"
+    PENDING = "step() has been called: each unit is updated before its next use"
+    FAILED = "an error has ended the training"
+    CLOSED = "closed"
+
+
+FINAL = (State.IDLE, State.LOCAL, State.UNREACHED, State.AVERAGED)
+"""In these states nothing is under way, and parameters are final."""
+
+
+class Event(Enum):
+    """What the training loop, PyTorch's hooks and the end of a wait tell the engine."""
+
+    ENTER = "a backward pass begins"
+    GRADIENT = "its first gradient has been accumulated"
+    KEPT = "it has ended, and is not to send"
+    SENT = "it has ended, and all its gradients are on their way"
+    EMPTY = "it has ended without a gradient"
+    SYNCHRONIZE = "gradients are to be averages"
+    STEP = "the optimizer steps"
+    FINISH = "parameters are to be final"
+
+
+S, E = State, Event
+TABLE: dict[tuple[State, Event], tuple[str, State]] = {
+    (S.IDLE, E.ENTER): ("", S.BACKWARD),
+    (S.LOCAL, E.ENTER): ("", S.BACKWARD),
+    (S.UNREACHED, E.ENTER): ("", S.BACKWARD),
+    (S.AVERAGED, E.ENTER): ("", S.BACKWARD),
+    (S.SENDING, E.ENTER): ("arrive", S.BACKWARD),
+    (S.PENDING, E.ENTER): ("update", S.BACKWARD),
+    (S.BACKWARD, E.GRADIENT): ("begin", S.COLLECTING),
+    (S.BACKWARD, E.EMPTY): ("", S.UNREACHED),
+    (S.COLLECTING, E.KEPT): ("", S.LOCAL),
+    (S.COLLECTING, E.SENT): ("", S.SENDING),
+    (S.SENDING, E.SYNCHRONIZE): ("arrive", S.AVERAGED),
+    (S.SENDING, E.STEP): ("defer", S.PENDING),
+    (S.SENDING, E.FINISH): ("arrive", S.AVERAGED),
+    (S.PENDING, E.STEP): ("update", S.AVERAGED),
+    (S.PENDING, E.FINISH): ("update", S.AVERAGED),
+    (S.AVERAGED, E.FINISH): ("drain", S.AVERAGED),
+    (S.IDLE, E.STEP): ("compare", S.IDLE),
+    (S.LOCAL, E.STEP): ("compare", S.LOCAL),
+    (S.UNREACHED, E.STEP): ("refuse", S.UNREACHED),
+    **{
+        (state, event): ("broken", S.FAILED)
+        for state in (S.BACKWARD, S.COLLECTING) for event in (E.SYNCHRONIZE, E.STEP, E.FINISH)
+    },
+    **{(S.FAILED, event): ("failed", S.FAILED) for event in (E.SYNCHRONIZE, E.STEP, E.FINISH)},
+}  # fmt: skip
+"""(state, event): the method of `Engine` that is called, and the state after it. Events that are
+not listed for a state change nothing."""

@@ -22,8 +22,7 @@ from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.measure import measured_pass, profile_of
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.training.engine import Engine
-from linkweave.collectives.training.program import AT_ONCE, Program, program_of
-from linkweave.collectives.training.step_record import StepRecord
+from linkweave.collectives.training.program import AT_ONCE, Program, StepRecord, program_of
 from linkweave.collectives.training.transport import Transport, parted
 from linkweave.topology.text import counted
 

@@ -10,8 +10,10 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
 from linkweave.kernels import optim
+from linkweave.topology.checks import shown
 
 _STATES = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq")}
 _STATES["AdamW"] = _STATES["Adam"]
@@ -166,3 +168,51 @@ def _plain(options: dict[str, Any]) -> bool:
     """Whether nothing is asked for that the kernels do not have, nor one of torch's own forms."""
     asked = ("amsgrad", "foreach", "fused", "differentiable", "capturable")
     return isinstance(options["lr"], float) and not any(options.get(name) for name in asked)
+
+
+UNSCALED = torch.amp.grad_scaler.OptState.UNSCALED
+
+
+class LossScale:
+    """The scale of a GradScaler, for what outlives a step or is applied outside the optimizer."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler: Any = scaler
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What all ranks' scalers must have in common. The host waits."""
+        options: dict[str, Any] = self.scaler.state_dict()
+        return options
+
+    def check(self) -> None:
+        """Raise CollectiveError if no loss has been scaled."""
+        if self.scaler._scale is None:
+            raise CollectiveError(
+                "the GradScaler given as scaler= has scaled no loss: call "
+                "scaler.scale(loss).backward()"
+            )
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The scale of this step, a scalar; the host does not wait."""
+        self.check()
+        scale: torch.Tensor = self.scaler._scale.to(device, non_blocking=True)
+        return scale
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise CollectiveError unless it is the scaler that lets the optimizer step."""
+        stage = self.scaler._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is not UNSCALED and "found_inf" not in optimizer.__dict__:
+            raise CollectiveError(
+                f"{type(optimizer).__name__} steps outside of the GradScaler given as scaler=: "
+                "call scaler.step(optimizer), once before scaler.update()"
+            )
+
+
+def loss_scale_of(scaler: Any) -> LossScale | None:
+    """None without a GradScaler, or with one that is not enabled."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise CollectiveError(f"scaler must be a torch.amp.GradScaler or None, not {shown(scaler)}")
+    return LossScale(scaler) if scaler.is_enabled() else None

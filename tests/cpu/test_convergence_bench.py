@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from linkweave.bench.convergence import WARM_UP, exchange_of, named
+from linkweave.bench.training.convergence import WARM_UP, exchange_of, named
 from linkweave.collectives import CollectiveError, GTopK
 from tests.cpu.commands import command
 

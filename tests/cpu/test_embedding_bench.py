@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linkweave.bench import sleeping_embedding
-from linkweave.bench.embedding import batches_of, measure
-from linkweave.bench.embedding_prediction import step_seconds
+from linkweave.bench.training import sleeping_embedding
+from linkweave.bench.training.embedding import batches_of, measure
+from linkweave.bench.training.sleeping_embedding import step_seconds
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
 

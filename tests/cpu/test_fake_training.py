@@ -24,11 +24,11 @@ from linkweave.collectives.training.embedding.optimizer import Embeddings, RowOp
 from linkweave.collectives.training.embedding.sharded import ShardedEmbedding
 from linkweave.collectives.training.exchange import Dense, Exchange
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
-from linkweave.collectives.training.gtopk_hook import GTopKState
+from linkweave.collectives.training.gtopk.exchange import SparseExchange
+from linkweave.collectives.training.gtopk.hook import GTopKState
 from linkweave.collectives.training.lanes import StreamLanes
-from linkweave.collectives.training.loss_scale import LossScale
 from linkweave.collectives.training.program import Op, Program, Span
-from linkweave.collectives.training.sparse_exchange import SparseExchange
+from linkweave.collectives.training.update import LossScale
 from linkweave.kernels.embedding import gpu as rows_gpu
 from linkweave.kernels.embedding import steps as rows
 from linkweave.kernels.gtopk import gpu, steps

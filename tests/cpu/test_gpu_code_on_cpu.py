@@ -17,7 +17,7 @@ from linkweave.collectives.training.embedding import exchange as row_exchange
 from linkweave.collectives.training.embedding.exchange import RowExchange
 from linkweave.collectives.training.embedding.optimizer import RowOptimizer
 from linkweave.collectives.training.embedding.sharded import ShardedEmbedding
-from linkweave.collectives.training.sparse_exchange import SparseAverage
+from linkweave.collectives.training.gtopk.exchange import SparseAverage
 from linkweave.kernels.embedding import cpu as rows_cpu
 from linkweave.kernels.embedding import gpu as rows_gpu
 from linkweave.kernels.embedding import steps as rows

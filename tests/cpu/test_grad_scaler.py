@@ -17,8 +17,8 @@ from torch.nn import functional
 from linkweave import DataParallel, GTopK, ShardedEmbedding, collectives, prefetch
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.distributed import GTopKState, gtopk_hook
-from linkweave.collectives.training.loss_scale import LossScale
-from linkweave.collectives.training.sparse_exchange import SparseAverage
+from linkweave.collectives.training.gtopk.exchange import SparseAverage
+from linkweave.collectives.training.update import LossScale
 from tests.cpu.fake_ranks import FakeTransport
 
 WORDS, STEPS = 30, 12

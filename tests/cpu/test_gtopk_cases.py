@@ -30,7 +30,7 @@ from training_pair import Cases
 
 from linkweave import GTopK, collectives
 from linkweave.collectives import DataParallel
-from linkweave.collectives.training.gtopk import KEY
+from linkweave.collectives.training.gtopk.options import KEY
 
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()

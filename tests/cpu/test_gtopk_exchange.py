@@ -16,8 +16,8 @@ from linkweave import GTopK
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import Network
 from linkweave.collectives.overlap.network import sparse_seconds
-from linkweave.collectives.training.gtopk import KEY, resharded
-from linkweave.collectives.training.sparse_exchange import SparseAverage
+from linkweave.collectives.training.gtopk.exchange import SparseAverage
+from linkweave.collectives.training.gtopk.options import KEY, resharded
 from linkweave.kernels.gtopk.cpu import entries
 
 

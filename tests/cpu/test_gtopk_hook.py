@@ -17,7 +17,7 @@ from test_distributed import run
 from torch import nn
 
 import linkweave
-from linkweave.bench.gtopk import measure
+from linkweave.bench.training.gtopk import measure
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.distributed import GTopKState, gtopk_hook
 from linkweave.kernels import topk_abs

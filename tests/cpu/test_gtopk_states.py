@@ -22,7 +22,7 @@ from training_pair import Cases
 
 from linkweave import DataParallel, GTopK, collectives
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.training.gtopk import KEY, resharded
+from linkweave.collectives.training.gtopk.options import KEY, resharded
 
 pytestmark = pytest.mark.usefixtures("imported")
 case = Cases()

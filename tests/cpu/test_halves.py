@@ -10,7 +10,7 @@ import torch.distributed as dist
 from test_distributed import run
 
 from linkweave import collectives
-from linkweave.bench.throttled import Throttled
+from linkweave.bench.training.sleeping import Throttled
 from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.overlap import Network
 from linkweave.collectives.training.transport import OverCommunicator, OverGroup, share_of

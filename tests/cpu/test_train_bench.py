@@ -9,7 +9,7 @@ from machines import forked
 from torch import nn
 from training_models import imported, schedule_for  # noqa: F401
 
-from linkweave.bench import sleeping, train
+from linkweave.bench.training import sleeping, train
 
 
 def test_one_rank_trains_by_the_engine(imported: None, monkeypatch: Any) -> None:  # noqa: F811

@@ -20,7 +20,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from linkweave.bench.train_models import digits_cnn
+from linkweave.bench.training.train_models import digits_cnn
 
 VOCABULARY, CONTEXT, WIDTH, HIDDEN = 512, 4, 32, 64
 BATCH = 64

@@ -6,7 +6,10 @@ import pytest
 
 from linkweave.bench.reproduce import gtopk as tables
 from linkweave.bench.reproduce.gtopk import (
+    METHODS,
+    MODELS,
     NUMEL,
+    WORKERS,
     crossing_elements,
     dense,
     first_faster,
@@ -17,7 +20,6 @@ from linkweave.bench.reproduce.gtopk import (
     step,
     topk,
 )
-from linkweave.bench.reproduce.gtopk_paper import METHODS, MODELS, WORKERS
 from linkweave.collectives import overlap
 from tests.cpu.commands import command
 

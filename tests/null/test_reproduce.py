@@ -14,7 +14,6 @@ from linkweave.bench.command.cli import app
 from linkweave.bench.reproduce import (
     asc_wfbp,
     c_cube,
-    c_cube_steps,
     command,
     gtopk,
     measured,
@@ -36,8 +35,8 @@ from linkweave.bench.reproduce.rows import (
 from linkweave.collectives import CollectiveError, overlap
 
 QUICK = {  # parts of a second or two
-    "c_cube.communication": c_cube.communication, "c_cube_steps.training": c_cube_steps.training,
-    "c_cube_steps.measurements": c_cube_steps.measurements,
+    "c_cube.communication": c_cube.communication, "c_cube.training": c_cube.training,
+    "c_cube.measurements": c_cube.measurements,
     "us_byte.measurements": us_byte.measurements, "us_byte.analysis": us_byte.analysis,
     "asc_wfbp.network": asc_wfbp.network, "asc_wfbp.steps": asc_wfbp.steps,
     "gtopk.training": gtopk.training,
@@ -79,7 +78,7 @@ def test_the_baseline_differs_from_c1_in_overlap_alone() -> None:
 
 
 def test_figure_13_is_within_ten_points_of_the_paper() -> None:
-    found = values(c_cube_steps.training())
+    found = values(c_cube.training())
     for what in ("CC over B, mean", "C1 over B, mean"):
         row = found["figure 13", what]
         assert isinstance(row.ours, float) and isinstance(row.theirs, float)
@@ -90,14 +89,14 @@ def test_figure_13_is_within_ten_points_of_the_paper() -> None:
 
 
 def test_only_growing_computation_leaves_bubbles() -> None:
-    found = values(c_cube_steps.patterns())
+    found = values(c_cube.patterns())
     assert found["figure 16", "case 1: idle between layers"].ours == 0
     late = found["figure 16", "case 2: idle between layers"].ours
     assert isinstance(late, float) and late > 100
 
 
 def test_slower_links_take_as_long_as_more_bytes() -> None:
-    fast, slow = (c_cube_steps.network("ring", slower) for slower in (1, 4))
+    fast, slow = (c_cube.network("ring", slower) for slower in (1, 4))
     assert slow.seconds(1 << 20) == fast.seconds(4 << 20)
     assert slow.arrivals(1 << 20, [1 << 19]) == fast.arrivals(4 << 20, [1 << 21])
 

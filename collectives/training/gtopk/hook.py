@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.training.admission import compare_exchanges
-from linkweave.collectives.training.gtopk import GTopK, check_state
-from linkweave.collectives.training.loss_scale import loss_scale_of
-from linkweave.collectives.training.sparse_exchange import SparseAverage
+from linkweave.collectives.training.gtopk.exchange import SparseAverage
+from linkweave.collectives.training.gtopk.options import GTopK, check_state
 from linkweave.collectives.training.transport import transport_of
+from linkweave.collectives.training.update import loss_scale_of
 from linkweave.kernels import gtopk
 
 Future = torch.futures.Future[torch.Tensor]

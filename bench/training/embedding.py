@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linkweave import collectives
-from linkweave.bench import torchrec_table
-from linkweave.bench.embedding_prediction import row_seconds, step_seconds
 from linkweave.bench.peers import on_gloo
-from linkweave.bench.tasks import bible_words, numbered
 from linkweave.bench.timing import rounds_of, schedule, sent_bytes
-from linkweave.bench.train import over_ranks, seconds_of
+from linkweave.bench.training import torchrec_table
+from linkweave.bench.training.sleeping_embedding import row_seconds, step_seconds
+from linkweave.bench.training.tasks import bible_words, numbered
+from linkweave.bench.training.train import over_ranks, seconds_of
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.training.tuner import SETTLED, SETTLED_NAMED
 

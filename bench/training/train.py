@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from linkweave import collectives
 from linkweave.bench.peers import on_gloo
 from linkweave.bench.timing import rounds_of, schedule
-from linkweave.bench.train_models import MODELS
+from linkweave.bench.training.train_models import MODELS
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import Schedule
 from linkweave.collectives.training.transport import OverCommunicator

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from linkweave.bench.ddp import send_nothing
 from linkweave.bench.peers import on_gloo
 from linkweave.bench.timing import rounds_of, schedule, sent_bytes
-from linkweave.bench.train_models import SHAPES
+from linkweave.bench.training.ddp import send_nothing
+from linkweave.bench.training.train_models import SHAPES
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.distributed import GTopKState, gtopk_hook
 

@@ -3,20 +3,22 @@ and without, as predicted and as they run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 import torch
 from torch import nn
 
 from linkweave import collectives
-from linkweave.bench.embedding_prediction import row_seconds, step_seconds
-from linkweave.bench.sleeping import median_step, own_seconds, sleepers
-from linkweave.bench.throttled import Link, Throttled
+from linkweave.bench.reproduce.embrace_model import FIRST, LAST, STEPS, Tasks, period
 from linkweave.bench.timing import schedule as batch_scheduling
+from linkweave.bench.training.sleeping import Link, Throttled, median_step, own_seconds, sleepers
 from linkweave.collectives import overlap
 from linkweave.collectives.calls.communicator import get_default
+from linkweave.collectives.overlap import Network, Schedule
+from linkweave.collectives.training import ShardedEmbedding
 
 VOCABULARY, WIDTH = 30_000, 64
 HEADER = f"{'policy':16}{'prefetch':>9}{'predicted ms':>14}{'measured ms':>13}{'error':>8}"
@@ -107,3 +109,66 @@ def _train(
     found = row_seconds(table, schedule.network)
     table.close()
     return seconds, found
+
+
+Seconds = Mapping[str, float]  # what each op of an embedding's lane takes, by name
+
+
+def row_seconds(embedding: ShardedEmbedding, network: Network) -> dict[str, float]:
+    """The seconds of an embedding's last ops: a message to each other rank, one after another.
+    Tokens take two, of which the first tells how many there are."""
+    startup, pace = network.message
+    sent: dict[str, list[int]] = {}
+    for op in embedding.ops:
+        sent.setdefault(op.name, []).append(op.nbytes)
+    return {
+        name: (network.workers - 1) * startup * (1 + (name == "tokens")) + mean(found) * pace
+        if any(found) else 0.0
+        for name, found in sent.items()
+    }  # fmt: skip
+
+
+def step_seconds(schedule: Schedule, rows: Seconds, prefetched: bool) -> float:
+    """The seconds of a step.
+
+    After the backward pass, gradients of prior rows leave before dense gradients that wait. With
+    `prefetched` batches, the next lookups follow, and delayed rows leave last; the next batch's
+    tokens leave beside the forward pass. Without, the forward pass begins with tokens and lookups.
+    """
+    layers, network = schedule.profile.layers, schedule.network
+    made, last, marks = Tasks(), -1, []
+    sent: list[int] = []
+    looked_up, delayed = -1, -1
+    for _ in range(STEPS):
+        waits = _known(last, *([] if schedule.chained else sent))
+        if prefetched:
+            last = made.compute(0.0, *waits, *_known(looked_up))
+            tokens = made.send(rows["tokens"], LAST, last, *_known(delayed))
+        else:
+            tokens = made.send(rows["tokens"], FIRST, *waits)
+            last = made.send(rows["lookup"], FIRST, tokens)
+        for number, layer in enumerate(layers):
+            of_layer = [
+                task for task, c in zip(sent, schedule.communications, strict=False)
+                if any(piece.layer == number for piece in c.pieces)
+            ]  # fmt: skip
+            last = made.compute(layer.forward_s, last, *of_layer)
+        ready = {}
+        for number, layer in reversed([*enumerate(layers)]):
+            last = ready[number] = made.compute(layer.backward_s, last)
+        sent = [
+            made.send(network.seconds(c.nbytes), i, *{ready[piece.layer] for piece in c.pieces})
+            for i, c in enumerate(schedule.communications)
+        ]
+        prior = made.send(rows["prior"], FIRST, last, tokens)
+        if prefetched:
+            looked_up = made.send(rows["lookup"], FIRST, prior)
+            delayed = made.send(rows["delayed"], LAST, looked_up)
+        else:
+            last = made.compute(0.0, last, prior)
+        marks.append(last)
+    return period(made.tasks, marks)
+
+
+def _known(*tasks: int) -> tuple[int, ...]:
+    return tuple(task for task in tasks if task >= 0)

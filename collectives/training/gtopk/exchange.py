@@ -17,10 +17,10 @@ from linkweave.collectives.overlap.network import sparse_seconds
 from linkweave.collectives.planning.sparse_tree import rounds
 from linkweave.collectives.training.exchange import Arrived, Packing
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
-from linkweave.collectives.training.gtopk import GTopK
-from linkweave.collectives.training.loss_scale import LossScale
+from linkweave.collectives.training.gtopk.options import GTopK
 from linkweave.collectives.training.program import Op
 from linkweave.collectives.training.transport import Transport
+from linkweave.collectives.training.update import LossScale
 from linkweave.kernels import gtopk
 
 log = logging.getLogger("linkweave")

@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from linkweave import collectives
-from linkweave.bench.tasks import TASKS, Task
 from linkweave.bench.timing import rounds_of
+from linkweave.bench.training.tasks import TASKS, Task
 from linkweave.collectives import CollectiveError, DataParallel, GTopK
 from linkweave.collectives.calls.communicator import get_default
 from linkweave.topology.checks import shown

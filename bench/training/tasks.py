@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from linkweave.bench.command.options import install
-from linkweave.bench.train_models import WordLstm, WordTransformer, digits_cnn, digits_mlp
+from linkweave.bench.training.train_models import WordLstm, WordTransformer, digits_cnn, digits_mlp
 from linkweave.collectives import CollectiveError
 
 Samples = tuple[NDArray[Any], NDArray[np.int64]]  # inputs and their classes, a row for each sample

@@ -1,0 +1,1 @@
+"""Benchmarks of training steps, and what they train."""
