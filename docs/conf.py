@@ -1,6 +1,7 @@
 """Settings of Sphinx for linkweave's documentation (`make docs`)."""
 
 import re
+from functools import partial
 from importlib.metadata import version as version_of
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def _commands() -> str:
     names = [[c.name or c.callback.__name__.replace("_", "-")] for c in app.registered_commands]
     names += [["bench", c.name or c.callback.__name__.replace("_", "-")]
               for c in bench.registered_commands]  # fmt: skip
-    helps = (CliRunner().invoke(app, [*words, "--help"]).stdout.strip() for words in names)
-    return "\n\n\n".join(helps)
+    asked = partial(CliRunner().invoke, app, prog_name="linkweave")
+    return "\n\n\n".join(asked([*words, "--help"]).stdout.strip() for words in names)
 
 
 (Path(__file__).parent / "reference" / "command.inc").write_text(_commands() + "\n")

@@ -25,6 +25,7 @@ from linkweave.collectives.planning.planner import candidates, choose, predict
 from linkweave.collectives.planning.simulate import MAX_CHUNKS
 from linkweave.topology import Topology, bound, reducing_bound
 from linkweave.topology.bounds import BOUNDED
+from linkweave.topology.checks import integer
 from linkweave.topology.loading import read
 from linkweave.topology.parts import parts_of
 from linkweave.topology.text import counted
@@ -293,9 +294,9 @@ def one_of(machine: str | None, topo: str) -> str:
 
 
 def check_chunks(chunks: int | None) -> None:
-    """Raise CollectiveError for more chunks than any plan has a use for."""
-    if chunks is not None and chunks > MOST_CHUNKS:
-        raise CollectiveError(f"--chunks must be at most {MOST_CHUNKS}, not {chunks}")
+    """Raise CollectiveError for no chunks, or more than any plan has a use for."""
+    if chunks is not None:
+        integer(chunks, "--chunks", 1, MOST_CHUNKS)
 
 
 def explanation_json(told: Explanation) -> str:

@@ -91,6 +91,7 @@ def simulate(
             rows.append(_row(made, line))
             if trace:
                 line.save_trace(trace)
+                options.console.print(f"written: {trace}", highlight=False)
     rows.sort(key=lambda row: row["time_us"])
     if as_json:
         what = {"topology": found.name, "collective": collective, "size": nbytes}

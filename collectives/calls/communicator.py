@@ -520,12 +520,17 @@ def get_default() -> Communicator:
 
     For ranks on several machines it is a `ClusterCommunicator`, which has most of its methods.
     """
-    found: Communicator | None = getattr(_threads, "communicator", None) or _default
-    if found is None:
+    if not has_default():
         raise CollectiveError(
             "no communicator: call linkweave.init() first, or run under linkweave.spawn()"
         )
+    found: Communicator = getattr(_threads, "communicator", None) or _default
     return found
+
+
+def has_default() -> bool:
+    """Whether this rank has a default communicator."""
+    return (getattr(_threads, "communicator", None) or _default) is not None
 
 
 def shutdown() -> None:

@@ -14,7 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from linkweave.collectives.calls.communicator import Communicator, set_default
+from linkweave.collectives.calls.communicator import (
+    Communicator,
+    get_default,
+    has_default,
+    set_default,
+)
 from linkweave.collectives.cluster.machines import Machines, machine_id
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.runtime.cpu.arena import Arena
@@ -41,8 +46,9 @@ def init(
     The arguments are those of `Settings`, and the same on all ranks.
 
     Returns the communicator.
-    Raises CollectiveError if an argument or environment variable is bad, and CollectiveTimeout if
-    the ranks do not meet within `timeout` seconds.
+    Raises CollectiveError if an argument or environment variable is bad, or on a rank of `spawn`,
+    which has a communicator; and CollectiveTimeout if the ranks do not meet within `timeout`
+    seconds.
     """
     settings = Settings(topology, timeout, order, max_blocks, peer_access)
     communicator = meet(_job(settings.longest), settings)
@@ -232,6 +238,11 @@ def _job(timeout: float) -> Job:
         return Job(dist.get_rank(), dist.get_world_size(), store, key)
     env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
+        if has_default() and get_default().size > 1:  # each rank would be alone, and sum nothing
+            raise CollectiveError(
+                f"this rank is one of {get_default().size} already, as spawn has started them: use "
+                "get_default(), or the functions of the package, in place of init()"
+            )
         return Job(0, 1, None, key)
     try:
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])

@@ -35,8 +35,9 @@ from linkweave.collectives.planning.equations import gtopk_seconds, topk_seconds
 from linkweave.collectives.planning.plan import Plan, Step
 from linkweave.collectives.planning.planner import choose, plan_collective, predict
 from linkweave.collectives.planning.simulate import Timeline, simulate
-from linkweave.topology import Topology
+from linkweave.topology import Topology, load
 from linkweave.topology.checks import integer, number, parse_json, shown
+from linkweave.topology.text import counted
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Network:
         object.__setattr__(self, "timings", timing.checked(self.timings))
 
     @staticmethod
-    def from_topology(topology: Topology, algorithm: Named = "auto") -> Network:
+    def from_topology(topology: Topology | str, algorithm: Named = "auto") -> Network:
         """Return the network of a machine or cluster, one worker for each GPU.
 
         All-reduces of 4 KiB to 1 GiB are planned and simulated, alone, as gradient queues, and two
@@ -78,6 +79,7 @@ class Network:
         machine, and minutes on a cluster of 32 nodes. Raises PlanError for an algorithm that it
         cannot run.
         """
+        topology = load(topology)
         timings = tuple(_timing(topology, nbytes, algorithm) for nbytes in SIZES)
         gamma, name = contention(topology, algorithm), topology.name
         made = fit([(t.nbytes, t.seconds) for t in timings], len(topology.gpus), gamma).network
@@ -107,8 +109,8 @@ class Network:
     def __str__(self) -> str:
         more = f", overhead {self.overhead_s * 1e3:.3f} ms" if self.overhead_s else ""
         return (
-            f"{self.name}: {self.workers} workers, start-up {self.startup_s * 1e3:.3f} ms, "
-            f"{self.seconds_per_byte * 1e9:.3f} ns a byte, gamma {self.gamma:g}{more}"
+            f"{self.name}: {counted(self.workers, 'worker')}, start-up {self.startup_s * 1e3:.3f} "
+            f"ms, {self.seconds_per_byte * 1e9:.3f} ns a byte, gamma {self.gamma:g}{more}"
         )
 
     def seconds(self, nbytes: float) -> float:

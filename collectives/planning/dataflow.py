@@ -105,7 +105,7 @@ class _Walk:
         if index != self.src[i]:
             self.refuse(index, f"connection {i} does not end here")
         if self.local[i]:
-            self.refuse(index, f"waits for a slot of {i}, which only orders steps")
+            self.refuse(index, f"waits for a free slot of {i}, which only orders steps")
 
     def signal(self, index: int, i: int) -> bool:
         """Raise a counter, and return whether the track is the connection's sender."""
@@ -159,7 +159,7 @@ class _Walk:
                       "waits for them", self.waited_ready[i])]  # fmt: skip
             if not connection.local:
                 pairs += [("slot-free signals", self.free[i], "slots read", self.read[i]),
-                          ("waits for a slot", self.waited_free[i], "sends", self.sent[i]),
+                          ("waits for a free slot", self.waited_free[i], "sends", self.sent[i]),
                           ("data-ready signals", self.ready[i], "sends", self.sent[i])]  # fmt: skip
             for left, a, right, b in pairs:
                 if a != b:

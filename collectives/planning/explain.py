@@ -75,6 +75,8 @@ class Explanation:
     """The bound where switches reduce, if some do."""
     nccl: float | None = None
     """Seconds that NCCL has taken, if the machine has its times."""
+    nccl_measured: bool = True
+    """Whether at this size; if not, between two sizes that were measured."""
 
     @property
     def bottleneck(self) -> str:
@@ -101,13 +103,14 @@ class Explanation:
         lines += [
             "sharing: the most connections that take turns on a link; busiest link: share of the "
             "time in",
-            "which it carries bytes; (measured): the time, not a prediction",
+            "which it carries bytes; (measured): at this size, or between two that were measured",
             *(line for name, why in self.refused for line in wrap(f"{name}: {why}", 100)),
         ]
         if self.nccl:
             ours = min(row.seconds for row in self.rows)
+            took = "took" if self.nccl_measured else "takes, between the sizes that were measured,"
             told = (
-                f"NCCL took {self.nccl * 1e6:.1f} us, {self.nbytes / self.nccl / 1e9:.2f} GB/s, "
+                f"NCCL {took} {self.nccl * 1e6:.1f} us, {self.nbytes / self.nccl / 1e9:.2f} GB/s, "
                 f"{self.nbytes / self.nccl / self.bound.algbw:.1%} of the bound, and "
                 f"{self.nccl / ours:.2f} times as long as {self.rows[0].algorithm} is predicted to"
             )
@@ -177,6 +180,7 @@ def explain(
         _reason(rows, choice, nbytes), best, crossovers(topology), k,
         () if k is None else sparse_costs(topology, nbytes // 4, k), reducing_bound(topology),
         (measured_seconds(topology.timings, NCCL, nbytes) or (None,))[0],
+        any(t.algorithm == NCCL and t.nbytes == nbytes for t in topology.timings),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap import POLICIES, MeasuredStep, Schedule, StepTimeline
+from linkweave.collectives.overlap import POLICIES, MeasuredStep, Schedule
 from linkweave.collectives.training.admission import (
     compare_exchanges,
     copy_from_rank_0,
@@ -32,7 +32,7 @@ from linkweave.collectives.training.gtopk.options import KEY, GTopK, check_state
 from linkweave.collectives.training.hooks import Hook, compiling_by, left_alone, nothing
 from linkweave.collectives.training.joining import joined
 from linkweave.collectives.training.layout import drop_gradients
-from linkweave.collectives.training.program import Program, StepRecord, timeline_of
+from linkweave.collectives.training.program import Program, StepRecord
 from linkweave.collectives.training.stepping import refuse_another_scaler, stepper_of
 from linkweave.collectives.training.transport import Transport, transport_of
 from linkweave.collectives.training.tuner import Tuner
@@ -338,7 +338,7 @@ class DataParallel(nn.Module):
 
         Raises CollectiveError as long as no step of the schedule is complete.
         """
-        Path(path).write_text(MeasuredStep(*self._measured_step()).to_json())
+        Path(path).write_text(self._measured_step().to_json())
 
     def metrics(self) -> dict[str, float]:
         """The last complete step of this rank that was recorded, in numbers for a dashboard.
@@ -349,9 +349,11 @@ class DataParallel(nn.Module):
         nbytes: of the gradients; algbw: these by communication_s; all_reduces: how many there were.
         predicted_s: the schedule's own step. chained: 1.0 or 0.0.
 
-        The policy's name is `program.policy`. Raises as `save_step`.
+        Right after a change of the schedule it is the last step before. Its policy is
+        `schedule.policy`. Raises as `save_step`.
         """
-        schedule, line = self._measured_step()
+        step = self._measured_step()
+        schedule, line = step.schedule, step.timeline
         communication, hidden = line.communication_s, line.hidden_s
         nbytes = schedule.profile.nbytes
         return {
@@ -364,14 +366,15 @@ class DataParallel(nn.Module):
             "predicted_s": schedule.predicted_seconds, "chained": float(schedule.chained),
         }  # fmt: skip
 
-    def _measured_step(self) -> tuple[Schedule, StepTimeline]:
-        record, schedule, engine = self.last_step, self.schedule, self._engine
-        if record is None or record.forward_end is None or schedule is None or engine is None:
+    def _measured_step(self) -> MeasuredStep:
+        tuner: Tuner | None = self._engine.tuner if self._engine else None
+        step = tuner.measured if tuner else None
+        if step is None:
             raise CollectiveError(
                 "no step of a schedule has been recorded: call record_steps(), and train a few "
                 "steps more"
             )
-        return schedule, timeline_of(record, engine.program, engine.moments.clock)
+        return step
 
     def __getattr__(self, name: str) -> Any:
         """What it lacks is the module's, such as its layers."""

@@ -16,13 +16,28 @@ from typing import Any
 import torch
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.overlap import Communication, Network, Profile, Schedule, fit, plan
+from linkweave.collectives.overlap import (
+    Communication,
+    MeasuredStep,
+    Network,
+    Profile,
+    Schedule,
+    fit,
+    plan,
+)
 from linkweave.collectives.overlap.choose import AUTO_LIMIT_S
+from linkweave.collectives.overlap.clock import Clock
 from linkweave.collectives.overlap.communication import whole
 from linkweave.collectives.overlap.measure import measured_pass, profile_of
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.training.engine import Engine
-from linkweave.collectives.training.program import AT_ONCE, Program, StepRecord, program_of
+from linkweave.collectives.training.program import (
+    AT_ONCE,
+    Program,
+    StepRecord,
+    program_of,
+    timeline_of,
+)
 from linkweave.collectives.training.transport import Transport, parted
 from linkweave.topology.text import counted
 
@@ -49,6 +64,8 @@ TURNS = 3
 
 Steps = Generator[None, StepRecord | None, list[StepRecord]]
 
+_Recorded = tuple[Schedule, StepRecord, Program, Clock]
+
 
 class _Unmeasured(Exception):
     """Ranks have no records of the same steps."""
@@ -70,6 +87,7 @@ class Tuner:
         self._last: StepRecord | None = None
         self._tried: list[tuple[Schedule, float]] = []  # finalists and the seconds of their steps
         self.schedule: Schedule | None = None
+        self._before: _Recorded | None = None  # of the schedule before this one
         """What is carried out, with its predictions; None while times are being measured."""
         self._going: Generator[None, StepRecord | None, None] | None = None
         if isinstance(schedule, Schedule):
@@ -253,12 +271,25 @@ class Tuner:
         streams = engine.transport.streams(engine.units[0].device)
         return schedule if streams else unstreamed(schedule)
 
+    @property
+    def measured(self) -> MeasuredStep | None:
+        """The last complete step that was recorded, of this schedule or the one before."""
+        found = self._complete() or self._before
+        return None if found is None else MeasuredStep(found[0], timeline_of(*found[1:]))
+
+    def _complete(self) -> _Recorded | None:
+        record, engine = self._engine.moments.last, self._engine
+        if self.schedule is None or record is None or record.forward_end is None:
+            return None
+        return self.schedule, record, engine.program, engine.moments.clock
+
     def _adopt(self, schedule: Schedule) -> None:
         engine = self._engine
         program = program_of(schedule, engine.gradients.slots, [unit.name for unit in engine.units])
         _compare(engine.transport, program)
         if engine.exchange.whole:
             _check_whole(program)
+        self._before = self._complete() or self._before
         engine.adopt(program)
         self.schedule = schedule
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -359,7 +360,7 @@ def test_a_browser_shows_the_time_and_what_is_chosen(tmp_path: Path) -> None:
     head = f"{data['nodes'][link['a']]['name']} to {data['nodes'][link['b']]['name']}"
     assert f'<h2 id="chosen">{head}</h2>' in text
     assert f"{100 * run['busy']['0']:.0f} % of the time" in text
-    assert text.count("<polyline") == 2 * len(data["links"])
+    assert text.count("<polyline") == 2 * len(data["links"]) + 1  # what is chosen has a border
     other = shown(page, "64MiB/ring/0.500/n3")
     assert '<h2 id="chosen">GPU 3</h2>' in other and "waits for" in other
     old = shown(page, "64MiB/50% ring/0.5/n99")  # of another page
@@ -369,6 +370,40 @@ def test_a_browser_shows_the_time_and_what_is_chosen(tmp_path: Path) -> None:
     written(page, "dgx1-v100", "-s", "1M", "--plan", "overlapped_double_tree")
     first = shown(page, "1MiB/overlapped_double_tree/0/")
     assert '<h2 id="chosen">overlapped_double_tree</h2>' in first and "0.0 us of" in first
+
+
+HANDS = """<script>{
+  const done = [], told = document.createElement("pre"), node = key =>
+    document.querySelector('[data-key="' + key + '"]');
+  const send = (to, event) => to.dispatchEvent(event);
+  const read = id => done.push(document.getElementById(id).textContent);
+  const slider = document.getElementById("time"), chart = document.getElementById("gantt");
+  slider.value = 250; send(slider, new Event("input")); read("now");
+  send(node("l0"), new MouseEvent("mouseenter")); read("chosen"); read("facts");
+  send(node("n3"), new MouseEvent("click")); read("chosen");
+  send(window, new KeyboardEvent("keydown", { key: "Escape" })); read("chosen");
+  const box = chart.getBoundingClientRect(), at = { clientX: box.right - 2, clientY: box.top + 2 };
+  send(chart, new MouseEvent("mousemove", at)); read("bar");
+  told.id = "told"; told.textContent = JSON.stringify(done); document.body.append(told);
+}</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_the_slider_moves_and_a_pointer_reads(tmp_path: Path) -> None:
+    page = tmp_path / "v.html"
+    data = written(page, "mesh-4", "-s", "1M", "--plan", "ring")
+    page.write_text(page.read_text() + HANDS)
+    found = re.search('<pre id="told">(.*?)</pre>', shown(page, ""))
+    assert found is not None
+    now, link, facts, gpu, nothing, bar = json.loads(html.unescape(found[1]))
+    run, first = data["sizes"][0]["runs"][0], data["links"][0]
+    assert now == f"{run['us'] / 4:.1f} us of {run['us']:.1f} us"
+    assert link == f"{data['nodes'][first['a']]['name']} to {data['nodes'][first['b']]['name']}"
+    assert f"{100 * run['busy'].get('0', 0):.0f} % of the time" in facts
+    assert (gpu, nothing) == ("GPU 3", "ring")
+    last = [s for s in run["sends"] if s[0] == 0 and s[3] > 0.99 * run["us"]]
+    ends = " to ".join(str(end) for end in run["ends"][0])
+    assert bar.startswith(f"{ends}: " + ("chunk" if last else "nothing"))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
