@@ -24,6 +24,7 @@ from linkweave.topology.topology import Topology
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_DETOURS = 4  # that the legend names one by one
 _MANY = 3  # more links than this side by side become one line and a number
 _FAINT = "#d4d7dd"  # physical links beneath the arrows of a plan
 _BOX = "#f6f0e0"
@@ -248,7 +249,13 @@ class _Picture:
         for one in every:
             leg, n = one
             style = {"color": _PARTS[0], "linewidth": 0.5 + 2 * n / most}
-            self.line(self.leg(every, one, *leg), **style)
+            link = self.topology.by_ends.get((leg[0], leg[1]))
+            if link and 1 < link.count <= _MANY and not {*leg} & self.layout.passed:
+                for i in range(link.count):  # they share what passes between the two
+                    points = self.layout.curve(leg[0], leg[1], i - (link.count - 1) / 2)
+                    self.line(points, **style)
+            else:
+                self.line(self.leg(every, one, *leg), **style)
         for n in sorted({min(uses.values()), most}):
             self.ax.plot([], [], color=_PARTS[0], linewidth=0.5 + 2 * n / most,
                          label=f"used by {n} of the {len(parts)} {kind}s")  # fmt: skip
@@ -306,10 +313,11 @@ class _Picture:
         for via, leg in zip(arrow[1:], legs[1:], strict=False):
             points = _round(self.layout.seats[via], points, leg)
         if len(legs) > 1:
-            noun = self.topology.noun
-            style |= {"linestyle": (0, (3, 1.5)), "label":
-                      f"dashed: detour {arrow[0]} to {arrow[-1]} over {noun} "
-                      f"{', '.join(map(str, arrow[1:-1]))}"}  # fmt: skip
+            noun, label = self.topology.noun, f"dashed: detours over other {self.topology.noun}s"
+            if sum(len(other) > 2 for other, _ in every) <= _DETOURS:
+                over = ", ".join(map(str, arrow[1:-1]))
+                label = f"dashed: detour {arrow[0]} to {arrow[-1]} over {noun} {over}"
+            style |= {"linestyle": (0, (3, 1.5)), "label": label}
         for gpu in (arrow[0], arrow[-1]):
             clear = RADIUS * (1.5 if gpu in roots else 1.15)
             points = [p for p in points if abs(p - self.layout.seats[gpu]) > clear]
