@@ -54,7 +54,10 @@ class GPT(nn.Module):
 
 def digits() -> tuple[nn.Module, Tensor, Tensor]:
     """A CNN, scikit-learn's handwritten digits, and their labels."""
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise SystemExit("the digits need scikit-learn: pip install scikit-learn") from None
 
     images, labels = load_digits(return_X_y=True)
     model = nn.Sequential(

@@ -115,7 +115,8 @@ def _parse_known(text: str, path: str, name: str | None, gpu: str) -> Topology |
     if looks_like_p2p(text):
         raise TopologyError(
             f"{path or 'this text'} is measured figures (p2pBandwidthLatencyTest), which say "
-            "nothing of the wiring: give them beside a topology, as `measured`"
+            "nothing of the wiring: give them beside a topology: --measured FILE, or "
+            "load(..., measured=FILE)"
         )
     if looks_like_smi(text):
         made = parse_smi(text, path or "nvidia-smi", gpu)

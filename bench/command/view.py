@@ -58,8 +58,8 @@ def view(
     ] = None,
     node: Annotated[
         int | None,
-        typer.Option(help=f"The node to open where there are more than {GPUS} GPUs, counted from 0 "
-                     "among those shown."),
+        typer.Option(help=f"The node that can be opened where there are more than {GPUS} GPUs, "
+                     "counted from 0 among those shown."),
     ] = None,
     gpus: options.GpusOption = None,
     gpu: options.ModelOption = None,
@@ -116,7 +116,7 @@ def write(
 ) -> None:  # fmt: skip
     text = page(title, what, views, charts, judged)
     out.write_text(text)
-    options.console.print(f"written: {out} ({len(text) / 1e6:.1f} MB)", highlight=False)
+    options.console.print(f"written: {out} ({len(text) / 1e3:,.0f} kB)", highlight=False)
 
 
 def page(

@@ -184,7 +184,7 @@ def text(before: Outlook, after: Outlook, nbytes: int) -> str:
 
 
 def _pair(one: float, other: float) -> tuple[str, str, str]:
-    change = f"{other / one - 1:+.1%}" if one else ""
+    change = f"{round(other / one - 1, 3) + 0.0:+.1%}" if one else ""
     return f"{one:,.1f}", f"{other:,.1f}", change
 
 

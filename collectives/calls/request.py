@@ -9,8 +9,8 @@ from types import CodeType, FunctionType
 from zlib import crc32
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.algorithms.registry import NAMES
-from linkweave.collectives.planning.collective import COLLECTIVES, Root
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, NAMES
+from linkweave.collectives.planning.collective import ALLREDUCE, COLLECTIVES, Root
 from linkweave.collectives.planning.layout import Sizes
 from linkweave.collectives.planning.lower import Algorithm
 from linkweave.collectives.planning.plan import Plan
@@ -74,7 +74,8 @@ def algorithm_word(algorithm: How) -> int:
     if isinstance(algorithm, str):
         if algorithm not in WORDS:
             raise CollectiveError(
-                f"unknown algorithm {algorithm!r}; choose from {', '.join(NAMES)}, of which "
+                f"unknown algorithm {algorithm!r}; choose from auto, "
+                f"{', '.join(ALGORITHMS[ALLREDUCE])}, of which "
                 "linkweave simulate shows those that a machine can run, or give a function that "
                 "makes one"
             )

@@ -173,7 +173,7 @@ def _check_ranks(log: Log, topology: Topology, collective: str) -> None:
         whose = f"of {log.ranks} ranks" if log.ranks else "not of as many ranks, by its busbw"
         raise CollectiveError(
             f"the log is {whose}, but {topology.name} has {ranks(topology)}: name those "
-            " on which it was made"
+            "on which it was made"
         )
 
 

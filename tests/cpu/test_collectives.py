@@ -432,3 +432,17 @@ def while_torch_is_imported(rank: int) -> list[float]:
 
 def test_calls_while_torch_is_imported() -> None:
     assert collectives.spawn(while_torch_is_imported, 2) == [[2.0] * 5 + [0]] * 2
+
+
+def joined_again(rank: int) -> list[object]:
+    said = error_of(collectives.init)
+    x = np.full(3, rank + 1.0)
+    collectives.allreduce(x)
+    return [said, x.tolist()]
+
+
+def test_ranks_of_spawn_do_not_join_alone() -> None:
+    """They would sum nothing, each on its own."""
+    found = collectives.spawn(joined_again, 2)
+    assert all(sums == [3.0] * 3 for _, sums in found)
+    assert all("one of 2 already, as spawn has started them" in said for said, _ in found)

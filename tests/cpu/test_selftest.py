@@ -28,8 +28,8 @@ from linkweave.bench.gpu.runner import LeftOut, Result, Row
 from linkweave.collectives import CollectiveError
 
 
-def named(words: str, gpus: int = 1) -> selftest.Test:
-    (found,) = [test for test in selftest.tests(gpus) if words in test.row.name]
+def named(words: str, gpus: int = 1) -> Row:
+    (found,) = [test for test in selftest.tests(gpus) if words in test.name]
     return found
 
 
@@ -79,7 +79,7 @@ def hung() -> Result:
 
 def test_a_hang_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "START_S", 0.3)
-    found = ended(selftest.Test(Row("stuck", "selftest", 0.1, hung), "look there"))
+    found = ended(Row("stuck", "selftest", 0.1, hung, "look there"))
     assert (found.state, found.remedy) == ("FAIL", "look there")
     assert found.detail == "no result after 1 s"
 

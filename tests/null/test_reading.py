@@ -24,7 +24,7 @@ READ = {
 }
 REFUSED = {
     "nccl-tests": (NCCL_TESTS, r"is a benchmark's log \(nccl-tests\), not a topology"),
-    "p2p": (P2P, r"is measured figures \(p2pBandwidthLatencyTest\).* as `measured`"),
+    "p2p": (P2P, r"is measured figures \(p2pBandwidthLatencyTest\).* --measured FILE"),
     "graph": (GRAPH_FILE, "is an NCCL graph file .* not a topology"),
     "prose": ("Some notes\nof mine\n", "neither the output of nvidia-smi topo -m, nor an NCCL"),
     "empty": ("", "neither the output of nvidia-smi topo -m"),
