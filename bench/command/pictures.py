@@ -32,6 +32,7 @@ SENDS = 6000
 GPUS = 72  # in one picture: those of a GB200 NVL72; of a larger cluster, nodes, and the GPUs of one
 PIXELS = 100  # of a picture's unit
 OTHERS = 4  # algorithms beside the one that `auto` takes
+MANY = 32  # GPUs beyond which there is one other, and lines have fewer points: pages below 2 MB
 THICK = 30  # links that begin at one place and have lines of the usual width
 NETWORK = "network"
 
@@ -75,7 +76,7 @@ class Picture:
             nodes.append(one)
         for link in links:
             aside = 0.6 if str(link.src) < str(link.dst) else -0.6  # each direction on its side
-            points = where.curve(link.src, link.dst, aside)[::6]
+            points = where.curve(link.src, link.dst, aside)[:: 15 if len(where.seats) > MANY else 6]
             line[link.src, link.dst] = len(lines)
             times = f"{link.count} x " if link.count > 1 else ""
             lines.append({
@@ -119,7 +120,8 @@ def views_of(
 ) -> list[View]:
     """Views of a machine with the plans asked for, by algorithm or file; or `auto`'s and, up to
     GPUS GPUs, the next best. Raises CollectiveError as planning does."""
-    most = 1 if len(machine.gpus) > GPUS else 1 + OTHERS
+    size = len(machine.gpus)
+    most = 1 if size > GPUS else 2 if size > MANY else 1 + OTHERS
     made = [Made(nbytes, plans_for(machine, nbytes, asked, most)) for nbytes in sizes]
     return views_of_plans(machine, made, node)
 
