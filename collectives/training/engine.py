@@ -19,26 +19,13 @@ from linkweave.collectives.training import checks as checks
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
-from linkweave.collectives.training.hooks import (
-    Hook,
-    at_end,
-    compiling_by,
-    in_backward,
-    profiled,
-    throw,
-)
+from linkweave.collectives.training.hooks import Hook, at_end, compiling_by, in_backward, throw
 from linkweave.collectives.training.joining import Roll
 from linkweave.collectives.training.lanes import Lanes, lanes_of
 from linkweave.collectives.training.layout import Layout, drop_gradients, frozen
-from linkweave.collectives.training.program import (
-    FINAL,
-    TABLE,
-    Event,
-    Moments,
-    Program,
-    State,
-    at_once,
-)
+from linkweave.collectives.training.program import Moments, Program, at_once
+from linkweave.collectives.training.ranges import profiled
+from linkweave.collectives.training.states import FINAL, TABLE, Event, State
 from linkweave.collectives.training.stepping import Gates, Stepper, fault_of_chaining
 from linkweave.collectives.training.transport import Transport
 

@@ -5,16 +5,13 @@ torch.compile leaves alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import WeakMethod
 
 import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
-from torch.autograd import profiler
-
-from linkweave.kernels.nvtx_ranges import annotate
 
 
 class Hook:
@@ -87,14 +84,3 @@ def left_alone(function: Any) -> Any:
     skip, other = _dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT
     _dynamo.set_code_exec_strategy(function.__code__, _dynamo._FrameExecStrategy(skip, other))
     return function
-
-
-def profiled(name: str) -> AbstractContextManager[object]:
-    """A range of both. Without a profiler of torch, record_function would waste 10 us."""
-    return _both(name) if profiler._is_profiler_enabled else annotate(name)
-
-
-@contextmanager
-def _both(name: str) -> Iterator[None]:
-    with annotate(name), profiler.record_function(f"linkweave: {name}"):
-        yield

@@ -16,8 +16,9 @@ from linkweave.collectives.overlap.clock import StreamClock
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange, Packing
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
-from linkweave.collectives.training.hooks import nothing, profiled
+from linkweave.collectives.training.hooks import nothing
 from linkweave.collectives.training.program import Op, Program, Span
+from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.transport import Queue, Transport
 
 

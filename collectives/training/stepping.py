@@ -13,7 +13,8 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange
-from linkweave.collectives.training.hooks import Hook, profiled
+from linkweave.collectives.training.hooks import Hook
+from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.update import LossScale, Update, groups_of
 
 

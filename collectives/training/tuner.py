@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from linkweave.collectives.calls.trace import CHOICE, Trace
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import (
     Communication,
@@ -147,22 +148,26 @@ class Tuner:
         mine = next((seconds for one, seconds in self._tried if one is best), None)
         theirs = next((seconds for one, seconds in self._tried if one.policy == "ddp"), None)
         measured = f", {theirs / mine:.2f} times by measurement" if mine and theirs else ""
-        log.info(
-            "auto keeps %s: %.4g s a step predicted; DDP's buckets take %.2f times as long by "
-            "prediction%s", _in_words(best), best.predicted_seconds, ddp / best.predicted_seconds,
-            measured,
-        )  # fmt: skip
+        self._say(
+            f"auto keeps {_in_words(best)}: {best.predicted_seconds:.4g} s a step predicted; DDP's "
+            f"buckets take {ddp / best.predicted_seconds:.2f} times as long by prediction{measured}"
+        )
         if not (self._chains or self._engine.exchange.whole or self._engine.fault_of_chaining()):
             saved = (
                 best.predicted_seconds
                 - plan(profile, network, "auto", limit_s=0.3).predicted_seconds
             )
             if saved > 0:
-                log.info(
+                self._say(
                     "chained=True would let steps go on beside the next forward pass: it is "
-                    "predicted to save %.3g s of a step, if nothing but the model's own modules "
-                    "reads parameters between step() and that pass", saved,
-                )  # fmt: skip
+                    f"predicted to save {saved:.3g} s of a step, if nothing but the model's own "
+                    "modules reads parameters between step() and that pass"
+                )
+
+    def _say(self, text: str) -> None:
+        """Log a decision, which LINKWEAVE_DEBUG prints as well."""
+        log.info(text)
+        Trace(self._engine.transport.rank).say(CHOICE, text)
 
     def _steps(self, count: int, first: int) -> Steps:
         """The records of the next steps but the `first` ones. All ranks take the same steps; if one
@@ -190,11 +195,9 @@ class Tuner:
         self._tried = [*zip(tried, map(median, times), strict=True)]
         if self._engine.transport.rank == 0:
             for one, seconds in self._tried:
-                log.info(
-                    "auto tried %s: %.4g s a step, predicted %.4g",
-                    _in_words(one),
-                    seconds,
-                    one.predicted_seconds,
+                self._say(
+                    f"auto tried {_in_words(one)}: {seconds:.4g} s a step, predicted "
+                    f"{one.predicted_seconds:.4g}"
                 )
         return tried[left[0]]
 

@@ -26,7 +26,7 @@ from training_pair import SIZE, Cases, Pair, net, pairs
 from linkweave import collectives
 from linkweave.collectives import DataParallel
 from linkweave.collectives.training import data_parallel, tuner
-from linkweave.collectives.training.program import State
+from linkweave.collectives.training.states import State
 from linkweave.collectives.training.tuner import at_once
 
 pytestmark = pytest.mark.usefixtures("imported")

@@ -17,7 +17,8 @@ from weakref import WeakMethod
 import torch
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
-from linkweave.collectives.training.hooks import nothing, profiled
+from linkweave.collectives.training.hooks import nothing
+from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.transport import Counts, Transport
 from linkweave.kernels import embedding
 
