@@ -18,9 +18,10 @@ from linkweave.collectives.overlap import POLICIES, Network, Profile, Schedule
 from linkweave.topology.loading import read
 
 LEGEND = (
-    "x DDP: DDP's time over its own; above bound: over the lower bound on any schedule; exposed: "
-    "time of\ncommunication that no computation hides; efficiency: computation's share of the "
-    "step; lanes:\nall-reduces under way at once"
+    "x DDP: DDP's time over its own; above bound: over the lower bound on any schedule (of dear: "
+    "any\nwhose all-reduces are divided in two); exposed: time of communication that nothing "
+    "hides;\nefficiency: computation's share of the step; lanes: all-reduces under way at once; "
+    "gamma: how many\ntimes as long a byte takes while two all-reduces share the network"
 )
 DDP = "DDP (25 MiB buckets)"
 SEARCHED = ("optimal", "auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from dataclasses import replace
@@ -84,8 +85,18 @@ class _Channel:
         with calls.sharing_errors():
             buffer, done = calls.buffer(x, written)
             request = calls.request(SENDRECV, buffer, "sum", _FORWARD)
-        calls.make(request)
+        try:
+            calls.make(request)
+        except CollectiveError as error:
+            error.args = (self._renamed(str(error)),)
+            raise
         done()
+
+    def _renamed(self, words: str) -> str:
+        """A message about a call of the channel in words of `send` and `recv`."""
+        words = re.sub(r"sendrecv\((.*?), pairs \w+\)( with settings \w+)?", r"\1", words)
+        words = words.replace("ranks [0]:", f"rank {self._src} sends")
+        return words.replace("ranks [1]:", f"rank {self._dst} receives")
 
     def _opened(self, settings: Settings) -> HostCalls:
         """The channel's calls. The sender allocates memory; the receiver waits for its address."""
