@@ -13,8 +13,8 @@ from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.runtime.encoded import Encoded
 
 REASONS = (
-    "gave up waiting", "died", "raised an exception", "was interrupted", "has returned or was closed",
-    "made other calls on its GPU than",
+    "gave up waiting", "died", "raised an exception", "was interrupted",
+    "has returned or was closed", "made other calls on its GPU than",
 )  # fmt: skip
 TIMED_OUT, DIED, RAISED, INTERRUPTED, LEFT, DIFFERED = range(len(REASONS))
 
