@@ -200,7 +200,8 @@ def test_messages_that_do_not_fit() -> None:
     assert "cannot send to itself" in found[0][0]
     assert "a rank must be an integer from 0 to 2, not 3" in found[0][1]
     assert "not '1'" in found[0][2]
-    assert "sendrecv(4 x float32" in found[0][3] and "sendrecv(3 x float32" in found[0][3]
+    said = "differs: rank 0 sends 4 x float32; rank 1 receives 3 x float32"
+    assert found[0][3].endswith(said)
     assert "refused its arguments: a torch tensor" in found[0][4]
 
 
