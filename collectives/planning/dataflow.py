@@ -172,7 +172,7 @@ class _Walk:
             i = step.connections[0]
             connection = self.plan.connections[i]
             sender = index == self.src[i]
-            peer, what = (connection.dst, "a slot") if sender else (connection.src, "data")
+            peer, what = (connection.dst, "a free slot") if sender else (connection.src, "data")
             stuck.append(
                 f"rank {track.rank} channel {track.channel} step {at} waits for {what} of "
                 f"chunk {chunk} from rank {peer}"

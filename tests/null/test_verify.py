@@ -336,7 +336,7 @@ def test_a_hang_names_who_waits_for_whom() -> None:
     with pytest.raises(PlanError, match=r"waits for .* from rank 5; .*; and 2 more$"):
         verify(plan, load("mesh-6"))
     full = by_hand([hop(1, 0, 0)], {(0, 0): [[]], (1, 0): [send(0)]}, num_chunks=3)
-    with pytest.raises(PlanError, match="waits for a slot of chunk 2 from rank 0"):
+    with pytest.raises(PlanError, match="waits for a free slot of chunk 2 from rank 0"):
         verify(full, load("mesh-2"))
 
 
@@ -529,5 +529,5 @@ def test_the_sender_of_order_does_not_wait() -> None:
     """The simulator and the CPU runtime would wait for ever."""
     tracks = {(0, 0): [[step(WAIT, 0), step(SIGNAL, 0)]], (0, 1): [[step(WAIT, 0)]]}
     plan = by_hand([Connection(0, 0, 0, 1)], tracks, num_chunks=3)
-    with pytest.raises(PlanError, match="waits for a slot of 0, which only orders steps"):
+    with pytest.raises(PlanError, match="waits for a free slot of 0, which only orders steps"):
         verify(plan, load("mesh-1"))
