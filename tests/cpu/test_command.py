@@ -160,7 +160,10 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         (["topo", "dgx2", "--measured", "none.json"], "measured figures: no file 'none.json'"),
         (["topo", "2 x dgx2 nics=3"], "nics='3': choose"),
         (["topo", "--xml", "x.xml", "2 x dgx2"], "an NCCL topology is of one node"),
-        (["plan", "-t", "mesh-3", "-s", "1M", "-k", "100000000"], "--chunks must be an integer from 1 to 65536, not 100000000"),
+        (
+            ["plan", "-t", "mesh-3", "-s", "1M", "-k", "100000000"],
+            "--chunks must be an integer from 1 to 65536, not 100000000",
+        ),
         (["topo", "dgx2", "--gpu", "h100"], "the GPUs of dgx2 are known, so h100 cannot be"),
         (["topo", "dgx2", "--tree", "2"], "--tree draws: give --svg FILE or --png FILE"),
         (["topo", "dgx2", "--png", "a.svg"], "--png writes a file that ends in .png, not a"),
@@ -178,7 +181,10 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
             "unknown algorithm 'rong' of allreduce; choose from",
         ),
         (["plan", "-t", "dgx2", "-s", "1M", "-a", "ccube_dgx1"], "dgx2 is wired differently"),
-        (["plan", "-t", "dgx2", "-s", "1M", "-k", "0"], "--chunks must be an integer from 1 to 65536, not 0"),
+        (
+            ["plan", "-t", "dgx2", "-s", "1M", "-k", "0"],
+            "--chunks must be an integer from 1 to 65536, not 0",
+        ),
         (["bench", "allreduce", "-n", "9", "-t", "dgx1-v100"], "has 8 GPUs, fewer than the 9"),
         (["bench", "allreduce", "-f", "1"], "-f must be an integer of at least 2, not 1"),
         (["reproduce", "nonsense"], "unknown 'nonsense': choose a paper (c-cube, gtop-k"),
