@@ -190,9 +190,11 @@ def _measured(
         calls = iterations if number else 1
         for name, (x, out), call, batch in libraries:
             out[...] = -1
-            schedule(batch)
+            if on_cpu:
+                schedule(batch)
             times = np.array(timed(call, partial(fill, x), comm.barrier, calls))
-            schedule(settings.batch)
+            if on_cpu:
+                schedule(settings.batch)
             wrong[name] += _wrong(comm, x if kind in IN_PLACE else out, want)
             comm.allreduce(times, "max")
             found[name].append(times.tolist())

@@ -151,7 +151,7 @@ def _collectives(
     writable(out=out)
     rows = tell(
         measured, partial(measured.run, settings), out, as_json,
-        header=measured.header(settings), **measured.about(settings),
+        header=measured.header(settings), about=partial(measured.about, settings),
     )  # fmt: skip
     if wrong := sum(row.wrong for row in rows):
         raise CollectiveError(f"{wrong} elements were wrong")
@@ -176,9 +176,9 @@ def algorithms(
     at_least(("-n", ranks, 2), ("-r", rounds, 1))
     machine = topology_for("auto", ranks)
     settings = measured.Settings(ranks, sweep(begin, end, factor), machine, rounds, batch)
-    about = {"format": FORMAT, "version": 1, "topology": machine.name}
+    about = partial(dict, format=FORMAT, version=1, topology=machine.name)
     header = measured.header(settings)
-    tell(measured, partial(measured.run, settings), out, as_json, header=header, **about)
+    tell(measured, partial(measured.run, settings), out, as_json, header=header, about=about)
 
 
 ElementsOption = Annotated[int, typer.Option("-m", "--elements", help="Elements (float32).")]

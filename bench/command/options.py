@@ -218,10 +218,11 @@ def tells() -> bool:
 
 def tell(
     module: Any, measure: Callable[[], Iterable[Any]], out: Path | None, as_json: bool,
-    joins: bool = False, header: str = "", **about: Any,
+    joins: bool = False, header: str = "", about: Callable[[], dict[str, Any]] = dict,
 ) -> list[Any]:  # fmt: skip
     """Print the rows as they come, between a header and the module's LEGEND, or all as JSON; write
-    JSON with what it is `about` to `out`. Returns the rows.
+    JSON with what it is `about` to `out`. Returns the rows. `about` is asked last: it may start
+    CUDA in this process, which then could not fork ranks.
 
     joins: the benchmark joins ranks that torchrun has started, of which rank 0 has the rows.
     """
@@ -235,7 +236,7 @@ def tell(
         if not as_json:
             print(row, flush=True)
     if first:
-        text = report(rows, **about)
+        text = report(rows, **about())
         print(text if as_json else module.LEGEND, end="\n" * bool(as_json or module.LEGEND))
         if out:
             out.write_text(text + "\n")

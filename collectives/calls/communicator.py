@@ -462,8 +462,7 @@ class Communicator(Methods):
                 if self._gpu:
                     last.callback(self._gpu.close)
                 last.callback(self._worker.close, self.rank)
-                while self._parts:
-                    last.callback(self._parts.pop().close)
+                last.callback(self._close_parts)  # those too that a call before it makes
                 while self._before_close:
                     last.callback(self._before_close.pop())
         except (CollectiveError, RuntimeError) as error:
@@ -471,6 +470,11 @@ class Communicator(Methods):
                 words = self._health.broken or f"rank {self.rank}: {error}"
                 raise CollectiveError(f"closed after a failure ({words})") from error
             log.warning("rank %d, while closing: %s", self.rank, error)
+
+    def _close_parts(self) -> None:
+        with ExitStack() as last:
+            while self._parts:
+                last.callback(self._parts.pop().close)
 
     def _leave(self) -> None:
         self._calls.close()
@@ -520,17 +524,17 @@ def get_default() -> Communicator:
 
     For ranks on several machines it is a `ClusterCommunicator`, which has most of its methods.
     """
-    if not has_default():
+    if (found := find_default()) is None:
         raise CollectiveError(
             "no communicator: call linkweave.init() first, or run under linkweave.spawn()"
         )
-    found: Communicator = getattr(_threads, "communicator", None) or _default
     return found
 
 
-def has_default() -> bool:
-    """Whether this rank has a default communicator."""
-    return (getattr(_threads, "communicator", None) or _default) is not None
+def find_default() -> Communicator | None:
+    """As `get_default`; None if there is none."""
+    found: Communicator | None = getattr(_threads, "communicator", None) or _default
+    return found
 
 
 def shutdown() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from linkweave.topology.checks import integer
 
 log = logging.getLogger("linkweave")
 
-_POLL = 0.05  # s
+_POLL, _PAUSE = 0.05, 0.001  # s
 
 
 class Work(Protocol):
@@ -104,7 +105,7 @@ class HostQueue(HostWork):
         index = integer(layer, "layer", 0, self._counters.layers - 1)
         # `done` is tested first: once the call is done, the memory at `abort` may be unmapped
         while not self.done() and not self._counters.wait(index, self._abort):
-            pass
+            time.sleep(_PAUSE)  # once the call has failed, until it is done
         if self.done():
             self.wait()
 

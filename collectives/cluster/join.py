@@ -14,12 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from linkweave.collectives.calls.communicator import (
-    Communicator,
-    get_default,
-    has_default,
-    set_default,
-)
+from linkweave.collectives.calls.communicator import Communicator, find_default, set_default
 from linkweave.collectives.cluster.machines import Machines, machine_id
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 from linkweave.collectives.runtime.cpu.arena import Arena
@@ -229,6 +224,19 @@ class Job:
         )
 
 
+def _refuse_parting() -> None:
+    """Raise CollectiveError if this process is one of several ranks that still have a communicator,
+    such as those of `spawn`: each of them would be alone, and sum nothing."""
+    own: Any = find_default()
+    if own is None or own.size == 1 or own.closed:
+        return
+    if not getattr(own, "machine", own).calls.health.foreign:  # else a child of the rank
+        raise CollectiveError(
+            f"this process is rank {own.rank} of {own.size} already, and would be alone: use "
+            "get_default(), or the functions of the package; or call shutdown() first"
+        )
+
+
 def _job(timeout: float) -> Job:
     key = f"linkweave/arena/{next(_generation)}"
     # not there while torch is imported
@@ -238,11 +246,7 @@ def _job(timeout: float) -> Job:
         return Job(dist.get_rank(), dist.get_world_size(), store, key)
     env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
-        if has_default() and get_default().size > 1:  # each rank would be alone, and sum nothing
-            raise CollectiveError(
-                f"this rank is one of {get_default().size} already, as spawn has started them: use "
-                "get_default(), or the functions of the package, in place of init()"
-            )
+        _refuse_parting()
         return Job(0, 1, None, key)
     try:
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from linkweave.collectives.calls.trace import Trace
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import POLICIES, MeasuredStep, Schedule
 from linkweave.collectives.training.admission import (
@@ -144,9 +145,10 @@ class DataParallel(nn.Module):
             return SparseExchange(spec, gradients, transport, scale)
 
         chains = chained or schedule != "auto"
+        trace = Trace(transport.rank)  # here, where a bad value of LINKWEAVE_DEBUG is an error
         self._engine = engine = Engine(
             module, transport, embeddings, flagged=spec is None, exchange_of=exchange_of,
-            tuner_of=lambda engine: Tuner(schedule, engine, chains), after=after,
+            tuner_of=lambda engine: Tuner(schedule, engine, chains, trace), after=after,
             rebuilds=not isinstance(schedule, Schedule), compares=check_divergence,
         )  # fmt: skip
         self._transport = transport
@@ -336,7 +338,8 @@ class DataParallel(nn.Module):
         """Write what `linkweave train-trace` compares and draws: the last complete step of this
         rank that was recorded, and the prediction of its schedule.
 
-        Raises CollectiveError as long as no step of the schedule is complete.
+        Right after a change of the schedule they are those of the one before. Raises
+        CollectiveError as long as no step of a schedule is complete.
         """
         Path(path).write_text(self._measured_step().to_json())
 
@@ -349,8 +352,8 @@ class DataParallel(nn.Module):
         nbytes: of the gradients; algbw: these by communication_s; all_reduces: how many there were.
         predicted_s: the schedule's own step. chained: 1.0 or 0.0.
 
-        Right after a change of the schedule it is the last step before. Its policy is
-        `schedule.policy`. Raises as `save_step`.
+        Right after a change of the schedule it is the last step of the one before, as in
+        `save_step`. Raises as that does.
         """
         step = self._measured_step()
         schedule, line = step.schedule, step.timeline

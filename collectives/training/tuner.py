@@ -83,8 +83,11 @@ class Tuner:
     and all ranks carry out the same. Moments of steps are taken down until then, and no longer.
     """
 
-    def __init__(self, schedule: str | Schedule, engine: Engine, chains: bool) -> None:
+    def __init__(
+        self, schedule: str | Schedule, engine: Engine, chains: bool, trace: Trace
+    ) -> None:
         self._engine, self._chains = engine, chains and not engine.exchange.whole
+        self._trace = trace
         self._last: StepRecord | None = None
         self._tried: list[tuple[Schedule, float]] = []  # finalists and the seconds of their steps
         self.schedule: Schedule | None = None
@@ -167,7 +170,7 @@ class Tuner:
     def _say(self, text: str) -> None:
         """Log a decision, which LINKWEAVE_DEBUG prints as well."""
         log.info(text)
-        Trace(self._engine.transport.rank).say(CHOICE, text)
+        self._trace.say(CHOICE, text)
 
     def _steps(self, count: int, first: int) -> Steps:
         """The records of the next steps but the `first` ones. All ranks take the same steps; if one

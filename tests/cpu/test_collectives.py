@@ -445,4 +445,21 @@ def test_ranks_of_spawn_do_not_join_alone() -> None:
     """They would sum nothing, each on its own."""
     found = collectives.spawn(joined_again, 2)
     assert all(sums == [3.0] * 3 for _, sums in found)
-    assert all("one of 2 already, as spawn has started them" in said for said, _ in found)
+    assert all("of 2 already, and would be alone" in said for said, _ in found)
+
+
+def joined_where_no_rank_is(rank: int) -> list[object]:
+    comm = collectives.get_default()
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.write(write, error_of(collectives.init).encode() or b"joined")
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(read, 1000).decode()
+    comm.barrier()
+    comm.close()
+    return [said, collectives.init().size]
+
+
+def test_a_child_of_a_rank_and_a_rank_that_has_closed_join_alone() -> None:
+    assert collectives.spawn(joined_where_no_rank_is, 2) == [["joined", 1]] * 2

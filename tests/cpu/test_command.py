@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -419,3 +420,17 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -
     assert kept.read_text() == "rows" and not new.exists()
     done = command("simulate", "dgx1-v100", "--size", "1M", "-a", "ring", "--trace", "none/x.json")
     assert done.returncode == 2 and "--trace none/x.json: there is no folder none" in done.stderr
+
+
+def test_what_figures_depend_on_is_asked_after_they_are_taken(tmp_path: Path) -> None:
+    """It may start CUDA in this process, which then could not fork ranks."""
+    order: list[str] = []
+    module = SimpleNamespace(HEADER="", LEGEND="")
+
+    def about() -> dict[str, str]:
+        order.append("about")
+        return {"gpu": "one"}
+
+    out = tmp_path / "x.json"
+    options.tell(module, lambda: order.append("rows") or (), out, False, about=about)
+    assert order == ["rows", "about"] and json.loads(out.read_text())["gpu"] == "one"

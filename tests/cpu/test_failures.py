@@ -334,6 +334,18 @@ def test_an_error_while_closing_takes_one_line(capfd: pytest.CaptureFixture[str]
     assert said == [f"rank {rank}: {words.format(rank)}" for rank in range(2)]
 
 
+def part_made_while_closing(rank: int) -> bool:
+    made: list[Any] = []
+    part = get_default().split()
+    part.before_close(lambda: made.append(part.split()))
+    part.close()
+    return bool(made[0].closed)
+
+
+def test_a_part_made_while_closing_is_closed() -> None:
+    assert collectives.spawn(part_made_while_closing, 2) == [True] * 2
+
+
 def raise_while_closing(rank: int) -> None:
     def call() -> None:
         raise OSError("no space")
