@@ -74,7 +74,7 @@ class Communicator(Methods):
         self._lock, self._worker = threading.Lock(), Worker()
         self._point_to_point = PointToPoint(calls, settings)
         self._before_close: list[Callable[[], None]] = []
-        self._parts: list[Communicator] = []  # some may have been closed since
+        self._parts = []
         self._made = 0
         self._calls.agree_on(Request("barrier", NOTHING))  # waits for all ranks
         arena.measure_cores()
@@ -399,7 +399,7 @@ class Communicator(Methods):
         if self._team:
             team = self._team.child((self._made, start), ranks)
         part = Communicator(self._arena.part(ranks, start), settings, team, True, order)
-        self._parts = [p for p in self._parts if not p.closed] + [part]
+        self._keep([part])
         self._made += 1
         return part
 
@@ -470,11 +470,6 @@ class Communicator(Methods):
                 words = self._health.broken or f"rank {self.rank}: {error}"
                 raise CollectiveError(f"closed after a failure ({words})") from error
             log.warning("rank %d, while closing: %s", self.rank, error)
-
-    def _close_parts(self) -> None:
-        with ExitStack() as last:
-            while self._parts:
-                last.callback(self._parts.pop().close)
 
     def _leave(self) -> None:
         self._calls.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ class Methods:
     size: int
     _calls: Any  # `HostCalls` or `ClusterCalls`
     _worker: Worker
+    _parts: list[Any]  # splits and lanes; some may have been closed since
 
     def allreduce(
         self, x: Any, op: str = "sum", *, out: Any = None, async_op: bool = False,
@@ -257,3 +259,12 @@ class Methods:
     def _own_gpu(self) -> int | None:
         """The index of this rank's GPU, if it is known."""
         return None
+
+    def _keep(self, parts: Sequence[Any]) -> None:
+        self._parts = [p for p in self._parts if not p.closed] + [*parts]
+
+    def _close_parts(self) -> None:
+        """Close all parts; if one raises, the others are still closed."""
+        with ExitStack() as last:
+            while self._parts:
+                last.callback(self._parts.pop().close)

@@ -63,7 +63,7 @@ class ClusterCommunicator(Methods):
             roll_call = RollCall(control, self._links.index, names, room, limit)
         self._calls = ClusterCalls(self._links, roll_call, settings.longest)
         self._worker = Worker()
-        self._parts: list[Any] = []
+        self._parts = []
         self._before_close: list[Callable[[], None]] = []
         self._numbers = count()
         machine.leave_cores()  # gloo's threads need them
@@ -158,9 +158,6 @@ class ClusterCommunicator(Methods):
         self._keep(made)
         return made
 
-    def _keep(self, parts: Sequence[Any]) -> None:
-        self._parts = [p for p in self._parts if not p.closed] + [*parts]
-
     # ---- the end -----------------------------------------------------------------------------
     @property
     def across(self) -> Across | None:
@@ -193,12 +190,10 @@ class ClusterCommunicator(Methods):
             last.callback(self.machine.close)
             last.callback(self._calls.close)
             last.callback(self._calls.finish)
-            for part in self._parts:
-                last.callback(part.close)
+            last.callback(self._close_parts)  # those too that a call before it makes
             last.callback(self._worker.close, self.rank)
             while self._before_close:
                 last.callback(self._before_close.pop())
-        self._parts.clear()
 
     def abort(self, why: int) -> None:
         """Make this machine's calls raise CollectiveAborted, and let the other machines notice."""

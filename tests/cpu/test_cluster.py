@@ -172,6 +172,18 @@ def others(comm: ClusterCommunicator) -> None:
         assert (tensors[i] == i * size).all()
 
 
+def part_made_while_closing(comm: ClusterCommunicator) -> bool:
+    made: list[Any] = []
+    part = comm.split()
+    part.before_close(lambda: made.append(part.split()))
+    part.close()
+    return bool(made[0].closed)
+
+
+def test_a_part_made_while_closing_is_closed() -> None:
+    assert on_machines((1, 2), part_made_while_closing) == [True] * 3
+
+
 def sparse(comm: ClusterCommunicator) -> None:
     """Nothing is lost: the result and all residuals add up to what was given."""
     n, k = 1000, 20
