@@ -81,15 +81,15 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
         checked += check_dtypes(rank, arrays)
     for n in sizes:
         for kind in PUBLIC:
-            x = arrays.put(given(kind, rank, size, n * size))
-            out = arrays.put(np.zeros(room(kind, size, n * size), np.float32))
+            before = given(kind, rank, size, n * size)
+            empty = np.zeros(room(kind, size, n * size), np.float32)
+            x, out = arrays.put(before), arrays.put(empty)
             want = wanted(kind, rank, size, n * size)
             ours(comm, kind, x, out, n * size)()
             comm.synchronize()
-            if want is not None:
-                got = x if kind in IN_PLACE else out
-                np.testing.assert_array_equal(arrays.get(got), want)
-                checked += 1
+            got, untouched = (x, before) if kind in IN_PLACE else (out, empty)
+            np.testing.assert_array_equal(arrays.get(got), untouched if want is None else want)
+            checked += 1
         every, apart = [exact(r, n) for r in range(size)], arrays.put(np.zeros(n, np.float32))
         comm.allreduce(kept := arrays.put(every[rank]), "min", out=apart)
         work = comm.allreduce(w := arrays.put(every[rank]), op="max", async_op=True)
