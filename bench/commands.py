@@ -148,7 +148,6 @@ def _collectives(
     settings = measured.Settings(
         ranks, sizes, machine, rounds, batch, peers, collectives=kinds, device=device
     )
-    writable(out=out)
     rows = tell(
         measured, partial(measured.run, settings), out, as_json,
         header=measured.header(settings), about=partial(measured.about, settings),

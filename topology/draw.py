@@ -249,16 +249,19 @@ class _Picture:
         for one in every:
             leg, n = one
             style = {"color": _PARTS[0], "linewidth": 0.5 + 2 * n / most}
-            link = self.topology.by_ends.get((leg[0], leg[1]))
-            if link and 1 < link.count <= _MANY and not {*leg} & self.layout.passed:
-                for i in range(link.count):  # they share what passes between the two
-                    points = self.layout.curve(leg[0], leg[1], i - (link.count - 1) / 2)
-                    self.line(points, **style)
-            else:
+            beside = self.beside(leg[0], leg[1])
+            if beside == 1:
                 self.line(self.leg(every, one, *leg), **style)
+            for i in range(beside if beside > 1 else 0):  # they share what passes between the two
+                self.line(self.layout.curve(leg[0], leg[1], i - (beside - 1) / 2), **style)
         for n in sorted({min(uses.values()), most}):
             self.ax.plot([], [], color=_PARTS[0], linewidth=0.5 + 2 * n / most,
                          label=f"used by {n} of the {len(parts)} {kind}s")  # fmt: skip
+
+    def beside(self, a: int, b: int) -> int:
+        """The number of lines that join two GPUs side by side; 1 if there is no link."""
+        link = self.topology.by_ends.get((a, b))
+        return link.count if link and link.count <= _MANY else 1
 
     def leg(self, every: Sequence[_Drawn], one: _Drawn, a: int, b: int) -> list[complex]:
         """Points from a to b, beside other arrows; those that turn left later are on the left."""
@@ -269,8 +272,7 @@ class _Picture:
         p, q = (seats[g] for g in sorted((a, b)))
         here = [other for other in every if {a, b} in map(set, pairwise(other[0]))]
         order = sorted(here, key=lambda o: sum(((seats[g] - p) / (q - p)).imag for g in o[0]))
-        link = self.topology.by_ends.get((a, b))
-        width = max(len(order), link.count if link and link.count <= _MANY else 1)
+        width = max(len(order), self.beside(a, b))
         return self.layout.curve(a, b, order.index(one) - (width - 1) / 2)
 
     def route(self, every: Sequence[_Drawn], one: _Drawn, path: Sequence[Vertex]) -> list[complex]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from linkweave.bench.reproduce import embrace as tables
-from linkweave.bench.reproduce import embrace_model as embrace_step
+from linkweave.bench.reproduce import embrace_model
 from linkweave.bench.reproduce.embrace import HALF, exact_over_equation, gradient, speeds
 from linkweave.bench.reproduce.embrace_model import (
     BANDWIDTH,
@@ -133,7 +133,7 @@ def test_tasks_wait_for_others_and_for_their_resource() -> None:
 def step(monkeypatch: pytest.MonkeyPatch) -> Step:
     """A table and two blocks, each 1 s forward and 2 s backward; exchanges of 2 or 3 s."""
     taken = {"alltoall": 2.0, "allreduce": 2.0, "ps": 3.0, "allgather": 3.0}
-    monkeypatch.setattr(embrace_step, "shared_seconds", lambda way, cluster, nbytes: taken[way])
+    monkeypatch.setattr(embrace_model, "shared_seconds", lambda way, cluster, nbytes: taken[way])
     return Step(SMALL, Cluster(4, 1), Sizes(4, 3, 2, 1), 2.0)
 
 
@@ -157,7 +157,7 @@ def test_the_period_of_embrace_by_hand(step: Step) -> None:
 def test_nothing_is_slower_than_computing_on_a_fast_network(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embrace_step, "shared_seconds", lambda way, cluster, nbytes: 0.0)
+    monkeypatch.setattr(embrace_model, "shared_seconds", lambda way, cluster, nbytes: 0.0)
     assert {baseline_period(step, name) for name in BASELINES} == {6.0} == {embrace_period(step)}
 
 
@@ -169,7 +169,7 @@ def test_a_step_sends_what_the_paper_says(monkeypatch: pytest.MonkeyPatch) -> No
         sent.add((way, nbytes))
         return 1.0
 
-    monkeypatch.setattr(embrace_step, "shared_seconds", record)
+    monkeypatch.setattr(embrace_model, "shared_seconds", record)
     step = Step(SMALL, Cluster(4, 1), Sizes(400, 300, 200, 100), 2.0)
     for name, bytes_sent in {
         "BytePS": {("ps", MB / 2), ("ps", MB)},
