@@ -357,7 +357,7 @@ class HostCalls:
     def _pulls(self, request: Request) -> bool:
         """Whether ranks read each other's inputs in such a call, if they can."""
         return (
-            COLLECTIVES[request.kind].pulls and request.algorithm == "auto"
+            COLLECTIVES[request.kind].pulls(self.size) and request.algorithm == "auto"
             and self.planner.topology.on_memory and request.buffer.nbytes >= PULL_BYTES
         )  # fmt: skip
 

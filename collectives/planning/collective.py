@@ -73,10 +73,9 @@ class Collective:
     """Whether the caller may choose the algorithm, which is then made from the topology alone: by
     name, as a function, by `LINKWEAVE_ALGORITHM`, or by measured times."""
 
-    pulls: bool = False
-    """Whether CPU ranks read long inputs straight from each other's memory, by no plan: where each
-    byte has one reader and all ranks can read or be read at once. Elsewhere a slot that is written
-    once serves several readers, or several ranks copy for one."""
+    pulled_by: Literal["none", "one", "all"] = "none"
+    """Whether one other rank needs each byte of an input, or all, in collectives in which CPU ranks
+    read long inputs straight from each other's memory, by no plan (`pulls`)."""
 
     @property
     def sides(self) -> int:
@@ -100,6 +99,11 @@ class Collective:
     def volume(self, size: int, nbytes: int) -> int:
         """Bytes of all chunks together, for a message of `nbytes` on each rank."""
         return nbytes * self.layout.blocks(size) // self.layout.parts(size)
+
+    def pulls(self, size: int) -> bool:
+        """Whether ranks read inputs from each other's memory: where each byte has one reader. A
+        slot that is written once serves several readers faster."""
+        return self.pulled_by == "one" or (self.pulled_by == "all" and size == 2)
 
     def start(self, size: int, root: Root, rank: int, index: int) -> int:
         """What the rank's own chunk holds at the start, as a set of contributions."""
@@ -127,7 +131,7 @@ _ALL = (
         goal=lambda size, root, rank, index: _everyone(size),
     ),
     Collective(
-        "broadcast", Layout.WHOLE, root="rank",
+        "broadcast", Layout.WHOLE, root="rank", pulled_by="all",
         gives=lambda size, root, rank, index: bool(rank == root),
         goal=lambda size, root, rank, index: 1 << root,
     ),
@@ -137,7 +141,7 @@ _ALL = (
         goal=lambda size, root, rank, index: _everyone(size) if rank == root else None,
     ),
     Collective(
-        "allgather", Layout.PER_RANK,
+        "allgather", Layout.PER_RANK, pulled_by="all",
         gives=lambda size, root, rank, index: rank == index % size,
         goal=lambda size, root, rank, index: 1 << index % size,
     ),
@@ -152,12 +156,12 @@ _ALL = (
         goal=lambda size, root, rank, index: 1 << index % size if rank == root else None,
     ),
     Collective(
-        "scatter", Layout.PER_RANK, root="rank", pulls=True,
+        "scatter", Layout.PER_RANK, root="rank", pulled_by="one",
         gives=lambda size, root, rank, index: bool(rank == root),
         goal=lambda size, root, rank, index: 1 << root if rank == index % size else None,
     ),
     Collective(
-        "alltoall", Layout.PER_PAIR, pulls=True,
+        "alltoall", Layout.PER_PAIR, pulled_by="one",
         gives=lambda size, root, rank, index: rank == index % (size * size) // size,
         goal=_to_pair,
     ),
