@@ -35,8 +35,9 @@ def init(
 
     The ranks are those of torch.distributed, if it is initialised; or else those of torchrun
     (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), if it has started this process; or else this
-    process alone. Ranks on several machines get a `ClusterCommunicator`, which takes CPU tensors. A
-    rank uses the GPU of the first GPU tensor that it passes to a collective.
+    process alone, which is an error if an MPI launcher or srun has started several. Ranks on
+    several machines get a `ClusterCommunicator`, which takes CPU tensors. A rank uses the GPU of
+    the first GPU tensor that it passes to a collective.
 
     The arguments are those of `Settings`, and the same on all ranks.
 
@@ -103,6 +104,13 @@ def _version() -> str:
 
 _generation = iter(range(1 << 30))  # so that each `init` of this process has its own key
 
+
+_LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+}  # fmt: skip
+"""Variables by which Open MPI, other MPI launchers and srun tell a process the number of processes,
+and its own."""
 
 _AGAIN, _POLL = 0.5, 0.002  # s
 _PARTING = 3.0  # s
@@ -225,16 +233,24 @@ class Job:
 
 
 def _refuse_parting() -> None:
-    """Raise CollectiveError if this process is one of several ranks that still have a communicator,
-    such as those of `spawn`: each of them would be alone, and sum nothing."""
+    """Raise CollectiveError if this process is one of several: of ranks that still have a
+    communicator, such as those of `spawn`, or of an MPI launcher or srun, which do not tell ranks
+    as torchrun does. Each of them would be alone, and sum nothing."""
     own: Any = find_default()
-    if own is None or own.size == 1 or own.closed:
+    if own is not None and own.size > 1 and not own.closed:
+        if not getattr(own, "machine", own).calls.health.foreign:  # else a child of the rank
+            raise CollectiveError(
+                f"this process is rank {own.rank} of {own.size} already, and would be alone: use "
+                "get_default(), or the functions of the package; or call shutdown() first"
+            )
         return
-    if not getattr(own, "machine", own).calls.health.foreign:  # else a child of the rank
-        raise CollectiveError(
-            f"this process is rank {own.rank} of {own.size} already, and would be alone: use "
-            "get_default(), or the functions of the package; or call shutdown() first"
-        )
+    for count, number in _LAUNCHERS.items():
+        if os.environ.get(count, "1") != "1":
+            raise CollectiveError(
+                f"this process is one of {count}={os.environ[count]}, but RANK and WORLD_SIZE are "
+                f"not set, so it would be alone: start it by torchrun, or set RANK (to ${number}), "
+                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT; RANK=0 WORLD_SIZE=1 if it is to be alone"
+            )
 
 
 def _job(timeout: float) -> Job:
