@@ -28,6 +28,7 @@ _DETOURS = 4  # that the legend names one by one
 _MANY = 3  # more links than this side by side become one line and a number
 _FAINT = "#d4d7dd"  # physical links beneath the arrows of a plan
 _BOX = "#f6f0e0"
+_GONE = "#d55e00"
 _COLORS = {
     "nvlink": "#3f7d20", "xgmi": "#3f7d20", "pcie": "#a0671b", "host": "#c79a5b",
     "socket": "#7a4a9e", "network": "#2a5db0", "memory": "#4a5a75",
@@ -50,7 +51,8 @@ def draw(
     there are more than eight, lines show how many of them use each connection. Only the fabric is
     drawn (no PCIe if NVLinks connect all GPUs) unless `everything` is set. Without a plan, a
     cluster of more than four nodes is drawn as its first node and what joins it to the others.
-    `like` is a machine of the same GPUs and at least these links: GPUs stand where its stand.
+    `like` is a machine of the same GPUs and at least these links: GPUs stand where its stand, and
+    lines that it has more are dashed.
     Equal arguments give equal files.
 
     Raises TopologyError for another suffix, a part that the plan does not have, a plan for another
@@ -102,8 +104,9 @@ def _figure(
     if len(shown) > _CROWD:
         raise TopologyError(
             f"{topology.name} has {len(topology.gpus)} {topology.noun}s: at most {_CROWD} can be "
-            "drawn"
+            "drawn; linkweave view makes a page of more"
         )
+    fabric: Sequence[Link] = links
     if part_of:
         title += f"\nnode 0 of {len(nodes)}, and the switches that its NICs reach"
         layout, links = lay_out_node(shown, links)
@@ -120,6 +123,8 @@ def _figure(
     figure = Figure()
     picture = _Picture(figure.add_axes((0, 0, 1, 1)), topology, links, layout)
     picture.links(faint=plan is not None)
+    if like and not part_of:
+        picture.missing(fabric)
     drawn = parts if part is None else parts[part - 1 : part]
     if not _apart(drawn):
         picture.shares(drawn)
@@ -217,6 +222,16 @@ class _Picture:
                 near = min((points[0], points[-1]), key=lambda p: abs(p.imag - y))
                 self.ax.plot(*_xy([near]), "o", color=style["color"], markersize=5 * self.scale,
                              zorder=6)  # fmt: skip
+
+    def missing(self, links: Sequence[Link]) -> None:
+        """Draw dashed which of these links are not there, beside those that are."""
+        counts = {(k.src, k.dst): k.count for k in self.drawn}
+        for link, _ in cables(links):
+            if link.count > (count := counts.get((link.src, link.dst), 0)):
+                beside = count / 2 + 0.5 if 0 < count <= _MANY else 0
+                points = self.layout.curve(link.src, link.dst, beside)
+                self.ax.plot(*_xy(points), color=_GONE, linestyle=(0, (4, 3)), linewidth=1.8,
+                             zorder=2, label="dashed: links that this machine lacks")  # fmt: skip
 
     def parts(self, parts: Sequence[Part]) -> None:
         """Draw each part in its own colour; opposite arrows of a part become one with two heads."""

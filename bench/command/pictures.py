@@ -24,7 +24,6 @@ from linkweave.topology import Link, Topology, TopologyError, Vertex
 from linkweave.topology.clusters import nodes_of
 from linkweave.topology.graph import KINDS, neighbours, reach
 from linkweave.topology.layout import RADIUS, Positions, Star, lay_out, lay_out_node, star
-from linkweave.topology.text import counted
 from linkweave.topology.timings import measured_seconds
 
 SENDS = 6000
@@ -74,8 +73,11 @@ class Picture:
                 one["box"] = [_px(low.real), _px(-high.imag), _px((high - low).real),
                               _px((high - low).imag)]  # fmt: skip
             nodes.append(one)
+        links = list(links)
+        both = {(link.dst, link.src) for link in links}
         for link in links:
             aside = 0.6 if str(link.src) < str(link.dst) else -0.6  # each direction on its side
+            aside *= (link.src, link.dst) in both
             points = where.curve(link.src, link.dst, aside)[:: 15 if len(where.seats) > MANY else 6]
             line[link.src, link.dst] = len(lines)
             times = f"{link.count} x " if link.count > 1 else ""
@@ -85,6 +87,8 @@ class Picture:
                 "points": [[_px(p.real), _px(-p.imag)] for p in points],
             })  # fmt: skip
         every = [p for one in lines for p in one["points"]] + [[n["x"], n["y"]] for n in nodes]
+        corners = [c for box in where.boxes.values() for c in box]
+        every += [[_px(c.real), _px(-c.imag)] for c in corners]
         pad = PIXELS * (radius + 0.15)
         xs, ys = zip(*every, strict=True)
         low, high = (min(xs) - pad, min(ys) - pad), (max(xs) + pad, max(ys) + pad)
@@ -330,9 +334,7 @@ def _facts(plan: Plan, run: Timeline, machine: Topology, measured: float | None)
         "rate": f"{run.algbw / 1e9:.2f} GB/s",
         "share": f"{run.algbw / best.algbw:.0%}" if best else "-",
         "measured": f"{measured * 1e6:.1f} us" if measured else "",
-        "made": counted(len(plan.trees), "tree")
-        if plan.trees
-        else counted(len(plan.tracks), "track"),
+        "made": plans.made_of(plan, machine),
     }
 
 

@@ -233,18 +233,23 @@ def summary(
         timed = _timed(made, machine, nbytes)
         of = f"{timed[0] * 1e6:.1f} us, by figures of" if timed else "figures of"
         facts["measured"] = f"{of} {measured}"
-    parts = parts_of(made, machine)
-    facts["made of"] = counted(len(parts), parts[0].name.split()[0]) if parts else "nothing"
-    if made.trees:
-        depths = [tree.depth for tree in made.trees]
-        facts["made of"] += f", depth {' to '.join(map(str, sorted({min(depths), max(depths)})))}"
-    facts["made of"] += f", on {counted(len({track.channel for track in made.tracks}), 'channel')}"
+    facts["made of"] = made_of(made, machine)
     facts["detours"] = "; ".join(
         f"{a} - {b} over {', '.join(map(str, via))}" for a, *via, b in made.detours
     ) or "none"  # fmt: skip
     facts["chunks"] = f"{made.num_chunks} of {size_text(made.chunk_bytes(nbytes))} at most"
     facts["links"] = "exclusive" if made.exclusive else "; ".join(("shared", *made.notes))
     return _facts(facts) + "\n--steps prints the steps of every rank"
+
+
+def made_of(plan: Plan, machine: Topology) -> str:
+    """In words: trees, rings or phases, and channels."""
+    parts = parts_of(plan, machine)
+    words = counted(len(parts), parts[0].name.split()[0]) if parts else "nothing"
+    if plan.trees:
+        depths = [tree.depth for tree in plan.trees]
+        words += f", depth {' to '.join(map(str, sorted({min(depths), max(depths)})))}"
+    return f"{words}, on {counted(len({track.channel for track in plan.tracks}), 'channel')}"
 
 
 def _facts(facts: Mapping[str, str]) -> str:

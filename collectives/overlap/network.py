@@ -106,6 +106,9 @@ class Network:
         timings = tuple(map(Timing, sizes, timing.increasing(medians)))
         return replace(made, name="measured", timings=timings)
 
+    def __repr__(self) -> str:
+        return f"<Network {self}>"
+
     def __str__(self) -> str:
         more = f", overhead {self.overhead_s * 1e3:.3f} ms" if self.overhead_s else ""
         return (

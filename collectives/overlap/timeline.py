@@ -20,6 +20,7 @@ from itertools import accumulate
 from linkweave.collectives.overlap.communication import Communication
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.profile import Profile
+from linkweave.topology.text import counted
 
 Interval = tuple[float, float]
 
@@ -37,6 +38,12 @@ class StepTimeline:
     sends: tuple[Interval, ...]
     backward: tuple[Interval, ...]
     forward: tuple[Interval, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"<StepTimeline: {self.seconds * 1e3:.2f} ms, "
+            f"{counted(len(self.sends), 'communication')}, {self.exposed_s * 1e3:.2f} ms exposed>"
+        )
 
     @property
     def communication_s(self) -> float:

@@ -27,6 +27,8 @@ SCHEDULE = overlap.plan(overlap.model("resnet50"), overlap.network("10GbE"), "mg
         (RUN, "<Timeline: allreduce of 67108864 bytes by overlapped_double_tree on 8 ranks, "),
         (SCHEDULE, "<Schedule: mg-wfbp for resnet50, "),
         (SCHEDULE.profile, "<Profile resnet50: 161 tensors, "),
+        (SCHEDULE.timeline, "<StepTimeline: "),
+        (overlap.Network.from_topology("mesh-2"), "<Network mesh-2: 2 workers, "),
     ],
 )
 def test_a_line_says_what_it_is(thing: Any, words: str) -> None:
