@@ -40,6 +40,7 @@ def averaged(rank: int, arrays: Arrays, mode: str, n: int, device: str) -> tuple
 
     from linkweave.collectives.planning.sparse_tree import binomial_tree
     from linkweave.collectives.training.gtopk.exchange import SparseAverage
+    from linkweave.collectives.training.gtopk.options import GTopK
     from linkweave.collectives.training.transport import OverCommunicator
 
     class OneTree(OverCommunicator):
@@ -50,7 +51,7 @@ def averaged(rank: int, arrays: Arrays, mode: str, n: int, device: str) -> tuple
 
     transport = OneTree(collectives.get_default())
     transport.open(1)
-    average = SparseAverage(transport, mode, True)
+    average = SparseAverage(transport, GTopK(0.001, mode=mode, conserve=True))
     generator = torch.Generator().manual_seed(rank)
     residual, found, times = torch.zeros(n, device=device), 0, []
     for step in range(STEPS):
@@ -58,7 +59,7 @@ def averaged(rank: int, arrays: Arrays, mode: str, n: int, device: str) -> tuple
         x = x.to(device)
         residual.sum().item()  # all is done
         begun = time.perf_counter()
-        average(0, x, residual, [n // 3, n - n // 3], 0.001)
+        average(0, x, residual, [n // 3, n - n // 3], 0)
         residual.sum().item()
         times.append(time.perf_counter() - begun)
         for each in (x.float(), residual):

@@ -59,7 +59,7 @@ class SparseExchange:
                     f"{x.dtype}"
                 )
         self.spec, self._gradients, self._transport = spec, gradients, transport
-        self.average_of = SparseAverage(transport, spec.mode, spec.conserve, scale)
+        self.average_of = SparseAverage(transport, spec, scale)
         self._residuals = [torch.zeros(x.numel(), device=x.device) for x in gradients.buffers]
         self.steps = 0
         """Steps made, without those that were skipped."""
@@ -86,8 +86,7 @@ class SparseExchange:
         """Carry out an op; on CPUs it blocks. A lane has one at a time."""
         x, residual = self._memory(op)
         counts = op.sizes(x.element_size()) if self.spec.per == "unit" else [x.numel()]
-        density = self.spec.density_at(self.steps)
-        self._sent[op] = self.average_of(op.lane, x, residual, counts, density)
+        self._sent[op] = self.average_of(op.lane, x, residual, counts, self.steps)
         arrived(op.spans)
 
     def settle(self) -> None:
@@ -163,7 +162,8 @@ class SparseExchange:
         if key not in self._rehearsed:
             generator = torch.Generator().manual_seed(lane)
             self._rehearsed[key] = torch.randn(x.numel(), generator=generator).to(x.device)
-        self.average_of(lane, x, self._rehearsed[key], [x.numel()], self.spec.density)
+        settled = len(self.spec.warmup) * self.spec.epoch_steps  # its density is the last one
+        self.average_of(lane, x, self._rehearsed[key], [x.numel()], settled)
 
     @property
     def skips(self) -> bool:
@@ -237,42 +237,39 @@ def _bad(x: torch.Tensor, vector: torch.Tensor | None) -> torch.Tensor:
 class SparseAverage:
     """Averages flat tensors over the ranks of a transport, on any device.
 
-    mode, conserve: as in `GTopK`. "auto" chooses by the times of `network`, a dense all-reduce's;
-    all ranks must have the same. A residual is float32, with as many elements as the gradients, and
+    Mode "auto" chooses by the times of `network`, a dense all-reduce's; all ranks must have the
+    same. A residual is float32, with as many elements as the gradients, and
     has no `scale`.
     The number of entries follows from the number of elements, so that on a GPU the host never waits
     for a length.
     """
 
-    def __init__(
-        self, transport: Transport, mode: str, conserve: bool, scale: LossScale | None = None
-    ) -> None:
-        self._transport, self._mode, self._conserve = transport, mode, conserve
-        self.scale = scale
+    def __init__(self, transport: Transport, spec: GTopK, scale: LossScale | None = None) -> None:
+        self._transport, self._spec, self.scale = transport, spec, scale
         self.network = Network(0.0, 1e-9, workers=transport.size)  # until it is known: bytes count
 
     def choose(self, nbytes: int, entries: int, numel: int) -> str:
         """The mode for `numel` gradients of `nbytes`, of which each rank sends so many entries."""
         if entries == numel:
             return "dense"
-        if self._mode != "auto":
-            return self._mode
+        if self._spec.mode != "auto":
+            return self._spec.mode
         seconds = sparse_seconds(self.network, nbytes, entries)
         return min(seconds, key=lambda name: seconds[name])
 
     def __call__(
-        self, lane: int, x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int],
-        density: float,
-    ) -> Sent:  # fmt: skip
+        self, lane: int, x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int], step: int
+    ) -> Sent:
         """Replace the gradients in x by the averages of what is sent, and zeros.
 
-        `x` is float32, float16 or bfloat16. The largest entries of each of its parts, of so many
-        elements, are sent. Sums are in float32, along a tree of ranks or in their order; an average
-        is a sum divided once, and rounded to the dtype of x. What is not finite counts as largest,
-        so that it reaches all ranks; unless the result is `fine`, the residual may keep some of it.
+        `x` is float32, float16 or bfloat16. Of each of its parts, of so many elements, as many
+        entries are sent as the density of this step says. Sums are in float32, along a tree of
+        ranks or in their order; an average is a sum divided once, and rounded to the dtype of x.
+        What is not finite counts as largest, so that it reaches all ranks; unless the result is
+        `fine`, the residual may keep some of it.
         """
         if self.scale is None:
-            return self._average(lane, x, residual, counts, density)
+            return self._average(lane, x, residual, counts, step)
         if x.dtype == torch.float16:
             raise CollectiveError(
                 "GTopK takes float32 and bfloat16 gradients with a GradScaler: float16 cannot hold "
@@ -280,23 +277,23 @@ class SparseAverage:
             )
         scale = self.scale.on(x.device)
         x.div_(scale)
-        sent = self._average(lane, x, residual, counts, density)
+        sent = self._average(lane, x, residual, counts, step)
         x.mul_(scale)
         return replace(sent, scale=scale)
 
     def _average(
-        self, lane: int, x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int],
-        density: float,
-    ) -> Sent:  # fmt: skip
+        self, lane: int, x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int], step: int
+    ) -> Sent:
+        density = self._spec.density_at(step)
         shares = [max(1, round(density * n)) for n in counts]
         mode = self.choose(x.nbytes, sum(shares), x.numel())
         if mode == "dense":
             return self._dense(lane, x, residual)
-        own = _selected(x, residual, counts, shares)
+        own = self._selected(x, residual, counts, shares, step)
         cuts: list[torch.Tensor] = []
         found = self._merged(lane, own, cuts) if mode == "gtopk" else self._gathered(lane, own)
         gtopk.keep(own, found, residual)
-        for cut in cuts if self._conserve else ():
+        for cut in cuts if self._spec.conserve else ():
             gtopk.keep(cut, found, residual, arrived=True)
         gtopk.scatter(found, x, self._transport.size)
         return Sent(x, found, own, gtopk.values_of(found).isfinite().all())
@@ -327,22 +324,60 @@ class SparseAverage:
 
     def _dense(self, lane: int, x: torch.Tensor, residual: torch.Tensor) -> Sent:
         """Send all."""
-        _selected(x, residual, [x.numel()], [0])
+        gtopk.select(x, residual, 0)
         x.copy_(gtopk.narrowed(residual, x.dtype, self._transport.size))  # whose sum is finite
         residual.sub_(x)  # what x rounds away, and NaN where it is not finite
         self._transport.average(lane, x)
         least, most = x.aminmax()
         return Sent(x, None, None, least.isfinite() & most.isfinite())
 
+    def _selected(
+        self, x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int],
+        shares: Sequence[int], step: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """Add x to the residual, and take entries of each part out of that: a vector."""
+        found, first = [], 0
+        for count, k in zip(counts, shares, strict=True):
+            own = x[first : first + count], residual[first : first + count], k
+            if select := self._spec.select:
+                values, at = _picked(*own, step, select)
+                found.append((values, at.where(at == gtopk.PAD, at + first)))
+            else:
+                values, at = gtopk.select(*own)
+                found.append((values, at + first))
+            first += count
+        values, at = (torch.cat([one[i] for one in found]) for i in range(2))
+        if self._spec.select:  # a vector ends with what is no entry
+            at, order = at.sort()
+            values = values[order]
+        vector: torch.Tensor = gtopk.vector_of(values, at.int())
+        return vector
 
-def _selected(
-    x: torch.Tensor, residual: torch.Tensor, counts: Sequence[int], shares: Sequence[int]
-) -> torch.Tensor:
-    """Add x to the residual, and take the largest entries of each part out of that: a vector."""
-    found, first = [], 0
-    for count, k in zip(counts, shares, strict=True):
-        part = slice(first, first + count)
-        values, indices = gtopk.select(x[part], residual[part], k)
-        found.append(gtopk.vector_of(values, indices + first))
-        first += count
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+_INTEGERS = torch.int32, torch.int64
+
+
+def _picked(
+    x: torch.Tensor, residual: torch.Tensor, k: int, step: int, select: Callable[..., Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `gtopk.select`, of the entries that a user's function selects; those that it gives twice
+    become `PAD`. On a GPU the host waits for nothing."""
+    residual += x
+    x.zero_()
+    at = select(residual, k, step)
+    fits = torch.is_tensor(at) and at.dtype in _INTEGERS and at.shape == (k,)
+    if not fits or at.device != x.device:
+        what = f"{at.dtype} {[*at.shape]} on {at.device}" if torch.is_tensor(at) else repr(at)
+        raise CollectiveError(
+            f"GTopK's select must return {k} positions, integers [{k}] on {x.device}, not {what}"
+        )
+    bad = ~residual.isfinite()
+    first = torch.where(bad.any(), bad.int().argmax(), at[0])
+    at = torch.cat([first[None], at[1:].long()]).sort()[0]
+    if not x.is_cuda and (at[0] < 0 or at[-1] >= x.numel()):
+        wrong = int(at[0] if at[0] < 0 else at[-1])
+        raise CollectiveError(f"GTopK's select returned position {wrong} of {x.numel()} entries")
+    twice = torch.cat([at.new_zeros(1, dtype=torch.bool), at[1:] == at[:-1]])
+    values = residual[at].masked_fill(twice, -0.0)
+    residual[at] = 0
+    return values, at.masked_fill(twice, gtopk.PAD)

@@ -23,8 +23,8 @@ class GTopKState:
 
     group: as in `DataParallel`. All ranks must make the state.
     density, warmup, epoch_steps: as in `GTopK`. Learning rates are the optimizer's own.
-    mode, conserve: as in `GTopK`; "auto" counts the bytes on the critical path, as no network is
-        measured.
+    mode, conserve, select: as in `GTopK`; "auto" counts the bytes on the critical path, as no
+        network is measured.
     scaler: the GradScaler of the training, without which residuals would have the scale of their
         time.
 
@@ -36,10 +36,10 @@ class GTopKState:
     def __init__(
         self, group: Any = None, *, density: float = 0.001, warmup: tuple[float, ...] = (),
         epoch_steps: int = 100, mode: str = "auto", conserve: bool = False,
-        scaler: torch.amp.GradScaler | None = None,
+        select: Any = None, scaler: torch.amp.GradScaler | None = None,
     ) -> None:  # fmt: skip
         self._scale = loss_scale_of(scaler)
-        self.spec = GTopK(density, warmup, epoch_steps, mode=mode, conserve=conserve)
+        self.spec = GTopK(density, warmup, epoch_steps, mode=mode, conserve=conserve, select=select)
         self.steps = 0
         """Steps so far."""
         self._group, self._transport = group, transport_of(group)
@@ -60,8 +60,7 @@ class GTopKState:
             self._transport = transport_of(self._group, device)
         if self._transport:
             self._transport.open(1)
-            chosen = self.spec.mode, self.spec.conserve, self._scale
-            self._average = SparseAverage(self._transport, *chosen)
+            self._average = SparseAverage(self._transport, self.spec, self._scale)
 
     def start(self, bucket: dist.GradBucket) -> Future:  # type: ignore[name-defined]
         """Begin to average a bucket. Returns a future of its tensor."""
@@ -102,8 +101,7 @@ class GTopKState:
     def _carry_out(self, index: int, x: torch.Tensor, residual: torch.Tensor, step: int) -> None:
         try:
             if self._error is None:
-                density = self.spec.density_at(step)
-                sent = self._average(0, x, residual, [x.numel()], density)
+                sent = self._average(0, x, residual, [x.numel()], step)
                 gtopk.drop_nonfinite(sent.fine, residual)
         except BaseException as error:  # the other ranks must not take later buckets for this one
             assert self._transport is not None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from linkweave.collectives.errors import CollectiveError
@@ -34,6 +34,11 @@ class GTopK:
         policy's name has measured, else by the bytes on the critical path.
     conserve: keep in a residual what a merge cuts of an index that arrives from elsewhere, which
         is lost in the paper. So nothing is lost, but training takes more steps.
+    select: None for the largest entries, or `select(sums, k, step)`, which returns k different
+        positions in `sums`, a residual to which the gradient has been added: integers [k] on its
+        device, in any order. It must not change `sums`. An entry that is not finite is sent in any
+        case, in place of the first of them. What is chosen at random must be the same on all ranks,
+        as merges keep the largest sums.
 
     The optimizer, of any kind, is given the averaged entries, and zeros between them: momentum is
     its own. Raises CollectiveError for values out of range.
@@ -47,6 +52,7 @@ class GTopK:
     per: str = "bucket"
     mode: str = "auto"
     conserve: bool = False
+    select: Callable[[Any, int, int], Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.warmup, tuple | list):
@@ -55,11 +61,20 @@ class GTopK:
             if number(density, "a density", 0, 1) == 0:
                 raise CollectiveError(f"a density must be above 0, not {shown(density)}")
         integer(self.epoch_steps, "epoch_steps", 1, 1 << 40)
+        if self.select is not None and not callable(self.select):
+            raise CollectiveError(f"select must be a function or None, not {shown(self.select)}")
         for name, known in _WORDS.items():
             if (word := getattr(self, name)) not in known:
                 raise CollectiveError(
                     f"{name} must be {' or '.join(map(str, known))}, not {shown(word)}"
                 )
+
+    def __repr__(self) -> str:
+        """Equal on ranks that have the same options: a function is told by its name."""
+        values = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
+        if self.select is not None:
+            values["select"] = getattr(self.select, "__qualname__", type(self.select).__name__)
+        return f"GTopK({', '.join(f'{name}={value}' for name, value in values.items())})"
 
     def density_at(self, step: int) -> float:
         """The density of a step, counted from 0."""
