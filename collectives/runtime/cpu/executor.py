@@ -60,11 +60,12 @@ class Region:
 class Ready:
     """A call that can be made any number of times.
 
-    `notice`, `state` and `blocks` are arguments of `interpreter.call`; `choice` is what the call
-    was planned for (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a
-    gradient queue (`planning.dataflow.table`); `writes` says whether this rank copies or combines
-    any chunk of the message, and `clean`, whether only such as lie in its result and are read by
-    no other rank, so that the result may lie elsewhere. `reads` are those of `interpreter.call`.
+    `notice` and `state` are arrays of `interpreter.call`, and `frames` its arguments for even and
+    odd calls, which use `arrays` too; `choice` is what the call was planned for
+    (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a gradient queue
+    (`planning.dataflow.table`); `writes` says whether this rank copies or combines any chunk of the
+    message, and `clean`, whether only such as lie in its result and are read by no other rank, so
+    that the result may lie elsewhere.
     `span` is the bytes of the buffer if the plan may run directly in shared memory, otherwise 0;
     `pulls` says whether ranks read each other's inputs, if they can.
     """
@@ -72,14 +73,14 @@ class Ready:
     region: Region
     notice: NDArray[np.int64]
     state: NDArray[np.int64]
-    blocks: NDArray[np.int64]
+    frames: tuple[NDArray[np.int64], ...]
+    arrays: tuple[NDArray[np.int64], ...]
     label: str
     staged: Staging
     choice: tuple[object, ...]
     needs: NDArray[np.int64] | None
     writes: bool
     clean: bool
-    reads: NDArray[np.int64]
     span: int
     pulls: bool
 
@@ -188,10 +189,19 @@ class CpuExecutor:
             staged.get <= first and first + nbytes <= stop
             for first, nbytes in table[sorted(written)].tolist() if nbytes
         )  # fmt: skip
+        pulls = reads is not None
+        reads = _NO_READS if reads is None else reads
+        frames = tuple(
+            kernel.frame_of([
+                state, notice, posted, control.others, control.bells, _NO_BELLS, _NO_NEEDS, reads,
+                self._pids, region.code, table, region.flag, region.slot, encoded.origin,
+                encoded.pushed, region.cursor, region.at, region.peers, region.table,
+            ])
+            for posted in control.notices
+        )  # fmt: skip
         return Ready(
-            region, notice, state, table, label, staged, choice, needs, bool(written), clean,
-            _NO_READS if reads is None else reads, buffer.nbytes if encoded.direct else 0,
-            reads is not None,
+            region, notice, state, frames, (table, reads), label, staged, choice, needs,
+            bool(written), clean, buffer.nbytes if encoded.direct else 0, pulls,
         )  # fmt: skip
 
     def run(
@@ -217,10 +227,11 @@ class CpuExecutor:
         if control.number >= self._look_at:
             self._look_at = control.number + _CALLS
             self.arena.measure_cores()
-        waiters, needs, finals = _NO_BELLS, _NO_NEEDS, 0
+        frame, finals = ready.frames[control.number % 2], 0
         if layer_counters is not None:
             finals = layer_counters.counters.ctypes.data
-            waiters, needs = layer_counters.bells, layer_counters.needs
+            queue = kernel.frame_of([layer_counters.bells, layer_counters.needs])
+            frame[kernel.WAITERS : kernel.WAITERS + 2] = queue
         _CALL.pack_into(  # much faster than to set the fields one by one
             state,  # type: ignore[arg-type]
             0, control.number, kernel.POST, address, source, shift, out, given, result,
@@ -241,13 +252,7 @@ class CpuExecutor:
             return str(first), first.fields()
 
         while True:
-            status = control.interruptible(
-                kernel.call, state, ready.notice, control.notices[control.number % 2],
-                control.others, control.bells, waiters, needs, ready.reads, self._pids,
-                region.code, ready.blocks,
-                region.flag, region.slot, encoded.origin, encoded.pushed, region.cursor, region.at,
-                region.peers, region.table,
-            )  # fmt: skip
+            status = control.interruptible(kernel.call, frame)
             if status == counters.DONE:
                 return True
             if status == kernel.DIFFERS:
@@ -271,12 +276,13 @@ def compile_kernels() -> None:
     finished = np.zeros(1, np.int64)
     state[kernel.STRIDE] = state[kernel.UNITS] = 1
     state[kernel.FINISHED] = state[kernel.POSTED] = finished.ctypes.data
-    kernel.call(
-        state, np.full(2, -1, np.int64), notices,
-        np.zeros((2, 0), np.int64), none, none, np.zeros((0, 0), np.int64), _NO_READS, none,
+    rows, blocks = np.zeros((2, 0), np.int64), np.zeros((0, 0), np.int64)
+    arrays = (
+        state, np.full(2, -1, np.int64), notices, rows, none, none, blocks, _NO_READS, none,
         np.array([0, 1], np.int32), pairs, pairs, none, none, none,
         np.zeros((0, 6), np.int64), np.zeros((0, 3), np.int64), word, word,
     )  # fmt: skip
+    kernel.call(kernel.frame_of(arrays))
     counters.await_counters(none, none, 0, 0, 0)
     counters.raise_counter(int(word.ctypes.data), 1, none)
     counters.read_counter(int(word.ctypes.data))
