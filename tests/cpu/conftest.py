@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch._dynamo  # optimizers and DDP import it: here once, not in every forked rank
-from gpu_ranks import Machine, gpus
+from gpu_ranks import Machine, Numbered, gpus
 from host_gpu import HostDevice
 
 from linkweave.collectives.launch import processes
@@ -23,9 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """GPUs made of threads; nothing of theirs is left afterwards. Its parameter: `one_queue`."""
-    monkeypatch.setattr(HostDevice, "one_queue", getattr(request, "param", False))
-    with gpus(monkeypatch) as made:
+    """GPUs made of threads; nothing of theirs is left afterwards. Its parameter: `one_queue`, or
+    what makes a GPU."""
+    param = getattr(request, "param", False)
+    monkeypatch.setattr(HostDevice, "one_queue", param is True)
+    with gpus(monkeypatch, Numbered if isinstance(param, bool) else param) as made:
         yield made
 
 

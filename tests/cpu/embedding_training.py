@@ -191,16 +191,8 @@ class Pair:
             options["schedule"] = schedule(make, policy, chained, dtype)
         self.model = DataParallel(self.inner, self.optimizers, group=group, **options)
         self.group = group or collectives.get_default()
-
-    @property
-    def rank(self) -> int:
-        rank: int = self.group.rank
-        return rank
-
-    @property
-    def size(self) -> int:
-        size: int = self.group.size
-        return size
+        self.rank: int = self.group.rank
+        self.size: int = self.group.size
 
     @property
     def embeddings(self) -> list[ShardedEmbedding]:
@@ -232,11 +224,14 @@ class Pair:
         for optimizer in (*self.optimizers, *self.alone_optimizers):
             optimizer.zero_grad()
 
+    def step(self, mine: Batch, whole: Batch) -> None:
+        self.clear()
+        self.backward(mine, whole)
+        self.update()
+
     def train(self, *steps: int, ahead: bool = True) -> None:
         for mine, whole in self.batches(steps, ahead):
-            self.clear()
-            self.backward(mine, whole)
-            self.update()
+            self.step(mine, whole)
 
     def check(self, within: float = 1e-12) -> State:
         """Raise unless parameters are those of one process, and the same bits on all ranks."""
@@ -269,9 +264,7 @@ def names(pair: Pair) -> list[str]:
 def lone(pair: Pair, whole: Sequence[Batch], mine: Sequence[Batch], ahead: bool = True) -> None:
     """Steps on batches that are divided as said."""
     for one, every in zip(prefetch(mine) if ahead else mine, whole, strict=True):
-        pair.clear()
-        pair.backward(one, every)
-        pair.update()
+        pair.step(one, every)
 
 
 @pytest.fixture(scope="session")

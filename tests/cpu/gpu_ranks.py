@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from host_gpu import CURRENT, HostDevice, HostTensor, build
+from on_ranks import on_ranks
 
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.launch import processes
@@ -59,14 +60,37 @@ class Machine:
         return [x for d in living for x in (*d.memory, *d.opened, *d.registered)]
 
 
-class Choosy(HostDevice):
-    """Opens the memory of those GPUs of other processes that it sees."""
+class Numbered(HostDevice):
+    """One of several GPUs."""
 
     def __init__(self, index: int, multiprocessors: int = 17) -> None:
         super().__init__(multiprocessors, index=index, bus_id=f"0000:0{index}:00.0")
 
+
+class Faulty(Numbered):
+    """GPU 1 raises what `raises` says where a method is called whose name is `fault`."""
+
+    fault = ""
+    raises: type[Exception] = RuntimeError
+
+    def __getattribute__(self, name: str) -> Any:
+        get = super().__getattribute__
+        if name != get("fault") or get("index") != 1:
+            return get(name)
+
+        def fails(*arguments: Any) -> None:
+            if name == "ipc_close":  # which leaves nothing open
+                get(name)(*arguments)
+            raise self.raises(f"cudaErrorIllegalAddress in {name}")
+
+        return fails
+
+
+class Choosy(Numbered):
+    """Opens the memory of those GPUs of other processes that it sees: here of none."""
+
     def sees(self, peer: int) -> bool:
-        raise NotImplementedError
+        return False
 
     def ipc_handle(self, address: int) -> bytes:
         return super().ipc_handle(address).rstrip(b"\0") + b"#%d" % self.index
@@ -78,13 +102,9 @@ class Choosy(HostDevice):
         return super().ipc_open(handle)
 
 
-def plain(index: int, multiprocessors: int = 17) -> HostDevice:
-    return HostDevice(multiprocessors, index=index, bus_id=f"0000:0{index}:00.0")
-
-
 @contextmanager
 def gpus(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[int], HostDevice] = plain
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[int], HostDevice] = Numbered
 ) -> Iterator[Machine]:
     build(everything=True, what="library")  # before ranks are forked
     gc.collect()  # GPUs of earlier tests, whose streams are threads
@@ -109,6 +129,25 @@ def gpus(
     assert not machine.left()
 
 
+def on_gpus(
+    size: int, *modes: str, make: Callable[[int], HostDevice] | None = None, timeout: float = 200,
+    **settings: Any,
+) -> Callable[[Any], Any]:  # fmt: skip
+    """`on_ranks` whose GPUs are linked each to each, in these modes, or in all.
+
+    make: makes the GPU of a number, if it is to be a special one.
+    """
+    ranks = {"topology": f"mesh-{size}", "timeout": timeout, **settings}
+
+    def test(body: Any) -> Any:
+        made = on_ranks(size, modes={mode: MODES[mode] for mode in modes or MODES}, **ranks)(body)
+        if make:
+            made = pytest.mark.parametrize("machine", [make], indirect=True)(made)
+        return pytest.mark.usefixtures("machine")(made)
+
+    return test
+
+
 def tensor(values: Any, dtype: str = "float32", stream: int = 0) -> HostTensor:
     """On this rank's GPU. Kept, as CuPy and torch give memory back in the stream's order."""
     _KEPT.append(HostTensor(np.array(values, dtype), CURRENT.index, stream))
@@ -122,3 +161,9 @@ def failure(call: Callable[[], Any]) -> CollectiveError | None:
     except CollectiveError as error:
         return error
     return None
+
+
+def said(call: Callable[[], Any]) -> str:
+    """What a call raises, with its kind."""
+    error = failure(call)
+    return f"{type(error).__name__}: {error}" if error else "no error"

@@ -33,15 +33,16 @@ class Training:
 
     def __init__(
         self, exchange: Any, optimizer: Callable[..., Any] = SGD, policy: str = "wfbp",
-        make: Callable[[], nn.Module] = small, **options: Any,
+        make: Callable[[], nn.Module] = small, measured: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         self.comm, self.make = collectives.get_default(), make
         self.inner = make()
         self.optimizer = optimizer(self.inner.parameters(), **options)
-        self.wrap(exchange, policy)
+        self.wrap(exchange, policy, measured)
 
-    def wrap(self, exchange: Any, policy: str = "wfbp") -> None:
-        plan = policy if policy == "auto" else schedule(policy, self.make)
+    def wrap(self, exchange: Any, policy: str = "wfbp", measured: bool = False) -> None:
+        """Unless the policy plans for what it measures, it is given a schedule."""
+        plan = policy if measured else schedule(policy, self.make)
         self.model = DataParallel(self.inner, self.optimizer, schedule=plan, exchange=exchange)
 
     @property

@@ -23,18 +23,7 @@ import numpy as np
 import pytest
 
 from linkweave.collectives.planning.plan import Plan
-from linkweave.collectives.runtime.gpu import launch_tables
-from linkweave.collectives.runtime.gpu.launch_tables import (
-    CURSOR,
-    LINE,
-    REPORT,
-    TRACK,
-    LaunchConfig,
-    TrackCode,
-    chunk_extents,
-    fused,
-    programs,
-)
+from linkweave.collectives.runtime.gpu import launch_tables as tables
 from linkweave.kernels.dtypes import DTYPES, REDUCTIONS, step_of
 from linkweave.kernels.gpu.source import PLAN_THREADS
 
@@ -456,43 +445,43 @@ class HostGpu:
     """One plan's memory on ranks of one image, and calls over it, one after another."""
 
     def __init__(
-        self, plan: Plan, shape: LaunchConfig, threads: int = 2, start: int = 0,
+        self, plan: Plan, shape: tables.LaunchConfig, threads: int = 2, start: int = 0,
         timeout: float = 20.0,
         fuse: bool = True,
     ) -> None:  # fmt: skip
-        plan = fused(plan) if fuse else plan
+        plan = tables.fused(plan) if fuse else plan
         self.plan, self.shape, self.threads, self.timeout = plan, shape, threads, timeout
         self.image = Image()
         self.abort, self.stop = (self.image.add(np.zeros(1, np.uint32)) for _ in range(2))
-        layout = launch_tables.lay_out(plan, shape)
+        layout = tables.lay_out(plan, shape)
         memory = [np.zeros(n // 4, np.uint32) for n in layout.nbytes]
         for i, c in enumerate(plan.connections):  # as if each had been used `start` times
             for block in range(shape.width):
-                memory[c.dst][(layout.ready[i] + block * LINE) // 4] = start % 2**32
+                memory[c.dst][(layout.ready[i] + block * tables.LINE) // 4] = start % 2**32
                 if not c.local:
-                    memory[c.src][(layout.free[i] + block * LINE) // 4] = start % 2**32
+                    memory[c.src][(layout.free[i] + block * tables.LINE) // 4] = start % 2**32
             if start and not c.local:  # lines then hold flags of earlier uses
                 memory[c.dst][layout.slot[i] // 4 :] = (start - 100) % 2**32
         bases = [self.image.add(m) for m in memory]
         self.memory = [(base >> 40) - 1 for base in bases]  # the segments of the ranks' memory
         self.given: list[tuple[int, np.ndarray]] = []  # segments that must stay, and their bytes
         self.groups: list[tuple[int, dict[str, int]]] = []
-        self.programs: list[TrackCode] = []
+        self.programs: list[tables.TrackCode] = []
         for rank in range(plan.size):
-            for p in programs(plan, rank):
-                cursors = np.zeros((shape.width, len(p.ends)), CURSOR)
+            for p in tables.programs(plan, rank):
+                cursors = np.zeros((shape.width, len(p.ends)), tables.CURSOR)
                 for name in ("waited", "moved", "signalled"):
                     cursors[name] = start % 2**32
                 fields = {
                     "code": self.image.add(p.code),
                     "ends": self.image.add(
-                        launch_tables.ends(
+                        tables.ends(
                             plan, layout, p, lambda owner, _: bases[owner], range(plan.size)
                         ),
                         ("slot", "ready", "free"),
                     ),
                     "cursors": self.image.add(cursors),
-                    "report": self.image.add(np.zeros(shape.width * REPORT, np.uint32)),
+                    "report": self.image.add(np.zeros(shape.width * tables.REPORT, np.uint32)),
                     "rank": rank, "num_ends": len(p.ends), "code_words": p.code.size,
                 }  # fmt: skip
                 self.groups.append((rank, fields))
@@ -511,7 +500,7 @@ class HostGpu:
         """
         plan = plan or self.plan
         nbytes = inputs[0].nbytes if nbytes is None else nbytes
-        extents = [chunk_extents(plan, nbytes, r) for r in range(plan.size)]
+        extents = [tables.chunk_extents(plan, nbytes, r) for r in range(plan.size)]
         buffers = [
             self.image.add(np.concatenate([np.zeros(skew, np.uint8), x.reshape(-1).view(np.uint8)]))
             for x in inputs
@@ -522,14 +511,14 @@ class HostGpu:
                            for b in buffers]  # fmt: skip
             buffers = [self.image.add(~self.image.segments[(b >> 40) - 1]) for b in values]
         chosen = [(r, f) for r, f in self.groups if only in (None, r)]
-        table = np.zeros(len(chosen), TRACK)
+        table = np.zeros(len(chosen), tables.TRACK)
         where = [self.image.add(p) for p in extents]
         for row, (rank, fields) in zip(table, chosen, strict=True):
             for name, value in fields.items():
                 row[name] = value
             row["chunks"] = where[rank]
         groups = self.image.add(table, ("code", "ends", "cursors", "chunks", "report"))
-        launch = launch_tables.launch(
+        launch = tables.launch(
             plan, self.shape, groups, self.stop, self.abort,
             [(b + skew, v + skew) for b, v in zip(buffers, values, strict=True)], self.timeout,
             op == "avg", ps_per_byte, finals, [] if direct else None,
@@ -546,6 +535,6 @@ class HostGpu:
             (rank, p.track.channel, block): row.tolist()
             for p, (rank, fields) in zip(self.programs, self.groups, strict=True)
             for block, row in enumerate(
-                segments[(fields["report"] >> 40) - 1].view(np.uint32).reshape(-1, REPORT)
+                segments[(fields["report"] >> 40) - 1].view(np.uint32).reshape(-1, tables.REPORT)
             )
         }

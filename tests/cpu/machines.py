@@ -11,9 +11,11 @@ from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
+import pytest
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
+from on_ranks import as_test
 
 from linkweave.collectives.cluster import join
 from linkweave.collectives.runtime.cpu.executor import compile_kernels
@@ -97,3 +99,23 @@ def on_machines(
                 return body(communicator, *args)
 
         return forked(total, rank_of, lost)
+
+
+def across(*machines: Sequence[int], **settings: Any) -> Callable[[Any], Any]:
+    """Makes `body(communicator, ...)` a test on ranks on these machines, and one test for each of
+    several such sizes, or as the parameter `machines` says. The body's other parameters are those
+    of the test.
+
+    settings: those of `on_machines`.
+    """
+
+    def make(body: Any) -> Any:
+        def run(given: dict[str, Any], values: dict[str, Any]) -> None:
+            sizes = given["machines"]
+            found = on_machines(sizes, lambda comm: body(comm, **values), **settings)
+            assert found == [None] * sum(sizes)
+
+        test = as_test(body, run, "machines")
+        return pytest.mark.parametrize("machines", machines)(test) if machines else test
+
+    return make

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from on_ranks import on_ranks
 
-from linkweave import collectives, topology
+from linkweave import topology
 from linkweave.bench.algorithms import Settings, run
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.calls.communicator import get_default
@@ -87,7 +88,8 @@ def refusal(**kwargs: str) -> str:
     return ""
 
 
-def _by_name(rank: int) -> None:
+@on_ranks(3)
+def test_an_algorithm_by_name(rank: int) -> None:
     comm = get_default()
     for name in ("auto", *candidates(comm.topology)):
         x, parts = np.full(1001, rank, np.float32), [np.full(n, rank) for n in (3, 1)]
@@ -100,14 +102,7 @@ def _by_name(rank: int) -> None:
     assert refusal() == ""
 
 
-def test_an_algorithm_by_name() -> None:
-    collectives.spawn(_by_name, 3)
-
-
-def _by_name_in_fixed_order(rank: int) -> None:
+@on_ranks(2, order="fixed")
+def test_a_fixed_order_refuses_a_name(rank: int) -> None:
     assert "order='fixed' chooses the algorithm" in refusal(algorithm="ring")
     assert refusal() == ""
-
-
-def test_a_fixed_order_refuses_a_name() -> None:
-    collectives.spawn(_by_name_in_fixed_order, 2, order="fixed")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from on_ranks import on_ranks
 
-from linkweave import collectives
 from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.calls.operations import refuse_overlaps
 from linkweave.topology.checks import shown
@@ -22,7 +22,8 @@ def negated(values: list[float]) -> torch.Tensor:
     return x
 
 
-def _negated(rank: int) -> None:
+@on_ranks(2)
+def test_a_tensor_with_the_negative_bit_keeps_its_sign(rank: int) -> None:
     comm = get_default()
     mine, other = [rank + 1.0, 5.0], [2.0 - rank, 5.0]
     ranks = [[1.0, 5.0], [2.0, 5.0]]
@@ -48,11 +49,8 @@ def _negated(rank: int) -> None:
     assert values.tolist() == [6.0, 20.0] and indices.tolist() == [0, 3]
 
 
-def test_a_tensor_with_the_negative_bit_keeps_its_sign() -> None:
-    collectives.spawn(_negated, 2)
-
-
-def _overlaps(rank: int) -> None:
+@on_ranks(2)
+def test_overlaps_are_refused_and_nothing_is_written(rank: int) -> None:
     comm = get_default()
     told = "out overlaps the input"
     for library in (np, torch):
@@ -81,10 +79,6 @@ def _overlaps(rank: int) -> None:
         assert x.tolist() == [[0, 0], [8, 16]]
 
 
-def test_overlaps_are_refused_and_nothing_is_written() -> None:
-    collectives.spawn(_overlaps, 2)
-
-
 def test_what_overlaps() -> None:
     row = np.arange(40)
     apart: list[tuple[Any, Any]] = [
@@ -105,7 +99,8 @@ def test_what_overlaps() -> None:
                 assert bool(error_of(refuse_overlaps, [x], [y])) == refused, (x, y)
 
 
-def _roots(rank: int) -> None:
+@on_ranks(2)
+def test_roots_of_any_integer_type_and_what_is_none(rank: int) -> None:
     comm = get_default()
     for root in (1, np.int64(1), np.uint8(1), torch.tensor(1)):
         x = np.full(3, rank)
@@ -124,7 +119,3 @@ def _roots(rank: int) -> None:
     for bad in ([], None, np.ones(2)):
         said = error_of(comm.allreduce, np.ones(3), bad if rank else "sum")
         assert (f"unknown op {bad!r}" if rank else "ranks [1]: refused its") in said, said
-
-
-def test_roots_of_any_integer_type_and_what_is_none() -> None:
-    collectives.spawn(_roots, 2)

@@ -15,14 +15,8 @@ import pytest
 import torch
 
 from linkweave import kernels
+from tests.cpu import triton_checks
 from tests.cpu.casting import HALVES, SCALES, WIDE, expected, patterns, same, special, ties
-from tests.cpu.triton_checks import (
-    ARCHITECTURES,
-    OnGpu,
-    compiled,
-    resources,
-    same_bits_in_the_interpreter,
-)
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,7 +125,10 @@ def test_tensors_on_a_gpu_are_checked_and_go_to_triton(monkeypatch: pytest.Monke
     module = SimpleNamespace(cast=lambda *arguments: calls.append(arguments))
     monkeypatch.setitem(sys.modules, "linkweave.kernels.casts.gpu", module)
     monkeypatch.setattr(casts, "gpu", module, raising=False)
-    x, out = torch.zeros(4).as_subclass(OnGpu), torch.zeros(4).bfloat16().as_subclass(OnGpu)
+    x, out = (
+        torch.zeros(4).as_subclass(triton_checks.OnGpu),
+        torch.zeros(4).bfloat16().as_subclass(triton_checks.OnGpu),
+    )
     kernels.cast(x, out, 0.1)
     kernels.cast(out, x)
     assert [words[2:] for words in calls] == [("bfloat16", float(np.float32(0.1))), ("bfloat16", 1)]
@@ -140,7 +137,7 @@ def test_tensors_on_a_gpu_are_checked_and_go_to_triton(monkeypatch: pytest.Monke
         (torch.zeros(4).half(), "x is on cuda:0, out on cpu: all must be on the CPU or on one GPU"),
         (None, "x is on cuda:0, out on no device: all must be"),
         (out[:3], "x has 4 elements, out 3: they must agree"),
-        (torch.zeros(8).half().as_subclass(OnGpu)[::2], "out must be contiguous"),
+        (torch.zeros(8).half().as_subclass(triton_checks.OnGpu)[::2], "out must be contiguous"),
         (x.view(torch.float16)[:4], "x and out overlap in memory"),
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
@@ -150,7 +147,7 @@ def test_tensors_on_a_gpu_are_checked_and_go_to_triton(monkeypatch: pytest.Monke
 
 # ---- in Triton ----------------------------------------------------------------------------------
 def test_the_triton_kernel_in_the_interpreter() -> None:
-    same_bits_in_the_interpreter("interpreted_cast")
+    triton_checks.same_bits_in_the_interpreter("interpreted_cast")
 
 
 ACCESSES = {
@@ -162,7 +159,7 @@ ACCESSES = {
 """Of each thread for four elements, where no mask is needed."""
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", triton_checks.ARCHITECTURES)
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_the_triton_kernel_compiles(
     half: str, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,7 +169,7 @@ def test_the_triton_kernel_compiles(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     for (source, target), accesses in ACCESSES.items():
-        kernel = compiled(
+        kernel = triton_checks.compiled(
             gpu.cast_kernel,
             {"x": f"*{source}", "out": f"*{target}", "scale": "fp32", "n": "i64"},
             {"HALF": half, "NARROW": target == "u16", "BLOCK": gpu.BLOCK},
@@ -186,6 +183,6 @@ def test_the_triton_kernel_compiles(
         if half == "float16":
             assert ("cvt.rn.f16" in ptx) == (target == "u16")
         assert "bf16" not in ptx.replace(half, "")  # rounded in integers
-        found = resources(kernel.asm["cubin"], tmp_path)
+        found = triton_checks.resources(kernel.asm["cubin"], tmp_path)
         assert (found["STACK"], found["LOCAL"]) == (0, 0)
         assert 2048 * found["REG"] <= 65536  # a full multiprocessor

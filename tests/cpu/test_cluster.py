@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch._C._distributed_c10d as c10d
-from machines import forked, on_machines
+from machines import across, forked, on_machines
 
 from linkweave.collectives import CollectiveError, Communicator
 from linkweave.collectives.cluster import join, pieces
@@ -104,7 +104,8 @@ def movements(comm: ClusterCommunicator) -> None:
             assert (x == np.arange(5) + source).all()
 
 
-def least_and_greatest(comm: ClusterCommunicator) -> None:
+@across((1, 2))
+def test_the_least_and_the_greatest(comm: ClusterCommunicator) -> None:
     """Of floats, in messages that gloo combines: all magnitudes, both zeros, infinities, NaN."""
     n, infinity = 200_003, float("inf")
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -172,16 +173,13 @@ def others(comm: ClusterCommunicator) -> None:
         assert (tensors[i] == i * size).all()
 
 
-def part_made_while_closing(comm: ClusterCommunicator) -> bool:
+@across((1, 2))
+def test_a_part_made_while_closing_is_closed(comm: ClusterCommunicator) -> None:
     made: list[Any] = []
     part = comm.split()
     part.before_close(lambda: made.append(part.split()))
     part.close()
-    return bool(made[0].closed)
-
-
-def test_a_part_made_while_closing_is_closed() -> None:
-    assert on_machines((1, 2), part_made_while_closing) == [True] * 3
+    assert made[0].closed
 
 
 def sparse(comm: ClusterCommunicator) -> None:
@@ -241,11 +239,8 @@ def test_allreduces_that_are_not_compared_and_ranks_dealt_to_machines_in_turn() 
     assert on_machines((2, 2), everything, False, dealt=True) == [None] * 4
 
 
-def test_the_least_and_the_greatest() -> None:
-    assert on_machines((1, 2), least_and_greatest) == [None] * 3
-
-
-def again(comm: ClusterCommunicator) -> None:
+@across((1, 1, 1), (2, 1))
+def test_calls_that_are_made_again(comm: ClusterCommunicator) -> None:
     """Calls of the same tensors with new values, which are remembered by their addresses."""
     size, rank, n = comm.size, comm.rank, 30
     x, part = torch.zeros(size, n), torch.zeros(n)
@@ -287,11 +282,6 @@ def again(comm: ClusterCommunicator) -> None:
     assert held() is None
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1)])
-def test_calls_that_are_made_again(sizes: tuple[int, ...]) -> None:
-    assert on_machines(sizes, again) == [None] * sum(sizes)
-
-
 def in_order(comm: ClusterCommunicator) -> None:
     """Every element is combined in the order of the ranks, in messages of any size."""
     size, n = comm.size, 60_000
@@ -326,12 +316,11 @@ def test_a_fixed_order() -> None:
     assert on_machines((2, 2), in_order, dealt=True, order="fixed") == [None] * 4
 
 
-def of_one_machine(comm: ClusterCommunicator) -> list[str]:
-    said = []
+@across((1, 2))
+def test_methods_of_one_machine_are_refused_by_name(comm: ClusterCommunicator) -> None:
     for name in ("run", "symmetric_empty"):
-        with pytest.raises(CollectiveError) as error:
+        with pytest.raises(CollectiveError, match=f"{name} is for the ranks of one machine"):
             getattr(comm, name)
-        said.append(str(error.value))
     assert not hasattr(comm, "nonsense")
     child = os.fork()
     if child == 0:
@@ -339,14 +328,10 @@ def of_one_machine(comm: ClusterCommunicator) -> list[str]:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     comm.barrier()
-    return said
 
 
-def test_methods_of_one_machine_are_refused_by_name() -> None:
-    assert "run is for the ranks of one machine" in on_machines((1, 2), of_one_machine)[0][0]
-
-
-def used_before_the_rest_is_sent(comm: ClusterCommunicator) -> None:
+@across((1, 1))
+def test_a_layer_of_a_queue_is_final_before_the_rest_is_sent(comm: ClusterCommunicator) -> None:
     """The call cannot send its fourth piece until the first layer has been dequeued."""
     pieces.QUEUED = 1 << 14
     used, sent, allreduce = threading.Event(), itertools.count(), Across.allreduce
@@ -365,11 +350,8 @@ def used_before_the_rest_is_sent(comm: ClusterCommunicator) -> None:
     assert (x == 2).all()
 
 
-def test_a_layer_of_a_queue_is_final_before_the_rest_is_sent() -> None:
-    assert on_machines((1, 1), used_before_the_rest_is_sent) == [None] * 2
-
-
-def bad_queues(comm: ClusterCommunicator) -> list[str]:
+@across((1, 2))
+def test_queues_that_ranks_ask_for_wrongly(comm: ClusterCommunicator) -> None:
     said = []
     for layers in ([3, 4], [5] if comm.rank else [2, 3]):
         queue = comm.allreduce_queue(np.ones(5), layers)
@@ -382,25 +364,19 @@ def bad_queues(comm: ClusterCommunicator) -> list[str]:
             comm.allreduce_queue(x, [12]).wait()
     comm.allreduce(x := np.ones(3))  # they go on
     assert (x == comm.size).all()
-    return said
+    agree, differ = said
+    assert "layers of 7 elements for a tensor of 5: they must agree" in agree
+    assert "the machines' calls differ" in differ and "layers [2, 3]" in differ
 
 
-def test_queues_that_ranks_ask_for_wrongly() -> None:
-    for agree, differ in on_machines((1, 2), bad_queues):
-        assert "layers of 7 elements for a tensor of 5: they must agree" in agree
-        assert "the machines' calls differ" in differ and "layers [2, 3]" in differ
-
-
-def where(comm: ClusterCommunicator) -> tuple[Any, ...]:
-    across = comm.across and (comm.across.rank, comm.across.size)
-    return comm.rank, comm.size, comm.machine.rank, comm.machine.size, across
-
-
-def test_a_rank_knows_its_machine_and_its_column() -> None:
-    assert on_machines((3, 2), where) == [
+@across((3, 2))
+def test_a_rank_knows_its_machine_and_its_column(comm: ClusterCommunicator) -> None:
+    column = comm.across and (comm.across.rank, comm.across.size)
+    found = comm.rank, comm.size, comm.machine.rank, comm.machine.size, column
+    assert found == (
         (0, 5, 0, 3, (0, 2)), (1, 5, 1, 3, (0, 2)), (2, 5, 2, 3, None),
         (3, 5, 0, 2, (1, 2)), (4, 5, 1, 2, (1, 2)),
-    ]  # fmt: skip
+    )[comm.rank]  # fmt: skip
 
 
 def test_connections_are_closed_when_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,12 +394,9 @@ def test_connections_are_closed_when_no_thread_starts(monkeypatch: pytest.Monkey
         across.broadcast(torch.zeros(1), 0)
 
 
-def alone(comm: Any) -> bool:
-    return isinstance(comm, Communicator)
-
-
-def test_ranks_of_one_machine_need_no_cluster() -> None:
-    assert on_machines((3,), alone) == [True] * 3
+@across((3,))
+def test_ranks_of_one_machine_need_no_cluster(comm: Any) -> None:
+    assert isinstance(comm, Communicator)
 
 
 def test_ranks_of_another_version_are_told() -> None:
@@ -446,7 +419,8 @@ def test_ranks_of_another_version_are_told() -> None:
         assert forked(3, body) == [f"CollectiveError: {words}"] * 3
 
 
-def refusals(comm: ClusterCommunicator) -> list[str]:
+@across((2, 2))
+def test_calls_that_differ_are_refused_everywhere(comm: ClusterCommunicator) -> None:
     said = []
     for call in (
         lambda: comm.allreduce(np.ones(3 if comm.rank else 4)),
@@ -477,10 +451,24 @@ def refusals(comm: ClusterCommunicator) -> list[str]:
         comm.allreduce(np.ones(3))
     said.append(str(forced.value))
     comm.allreduce(x := np.ones(2))  # all may go on
-    return [*said, str(x[0])]
+    assert x[0] == 4 and len(said) == 18
+    assert "scatter needs out on rank " in said[15]
+    assert "host0 (ranks 0, 1): broadcast(1048576 x float64, root 0); host1" in said[16]
+    assert "algorithm='ring' on several machines, where only \"auto\"" in said[6]
+    assert "float8_e5m2 is combined on one machine only" in said[7]
+    assert "LINKWEAVE_ALGORITHM=ring on several machines" in said[17]
+    assert "rank 0: allreduce(4 x float64, sum)" in said[0]
+    assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
+    assert "color must be an integer, not 'red'" in said[8] and "lanes(1)" in said[9]
+    assert "out_splits of rank 2 says [1, 1, 1, 2] rows come" in said[10]
+    assert "out must be of shape (4,) and float64, not (5,)" in said[11]
+    assert ("rank 2: " in said[2]) == (comm.rank != 2) and "not builtins.str" in said[2]
 
 
-def uncompared(comm: ClusterCommunicator) -> list[str]:
+@across((2, 2), (1, 1, 1))
+def test_an_argument_that_is_refused_ends_allreduces_that_are_not_compared(
+    comm: ClusterCommunicator,
+) -> None:
     """Rank 2 passes an argument that is refused."""
     comm.compares_allreduces = False
     said = []
@@ -488,33 +476,9 @@ def uncompared(comm: ClusterCommunicator) -> list[str]:
         with pytest.raises(CollectiveError) as error:
             comm.allreduce(np.ones(30_000) if comm.rank != 2 else "x")
         said.append(f"{type(error.value).__name__}: {error.value}")
-    return said
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1)])
-def test_an_argument_that_is_refused_ends_allreduces_that_are_not_compared(
-    sizes: tuple[int, ...],
-) -> None:
-    for first, second in on_machines(sizes, uncompared):
-        assert first.startswith("CollectiveAborted") and "not builtins.str" in first
-        assert "this communicator failed before" in second
-
-
-def test_calls_that_differ_are_refused_everywhere() -> None:
-    found = on_machines((2, 2), refusals)
-    for rank, said in enumerate(found):
-        assert said[-1] == "4.0" and len(said) == 19
-        assert "scatter needs out on rank " in said[15]
-        assert "host0 (ranks 0, 1): broadcast(1048576 x float64, root 0); host1" in said[16]
-        assert "algorithm='ring' on several machines, where only \"auto\"" in said[6]
-        assert "float8_e5m2 is combined on one machine only" in said[7]
-        assert "LINKWEAVE_ALGORITHM=ring on several machines" in said[17]
-        assert "rank 0: allreduce(4 x float64, sum)" in said[0]
-        assert "rank 0: broadcast(1 x float64, root 0); rank 1: barrier" in said[1]
-        assert "color must be an integer, not 'red'" in said[8] and "lanes(1)" in said[9]
-        assert "out_splits of rank 2 says [1, 1, 1, 2] rows come" in said[10]
-        assert "out must be of shape (4,) and float64, not (5,)" in said[11]
-        assert ("rank 2: " in said[2]) == (rank != 2) and "not builtins.str" in said[2]
+    first, second = said
+    assert first.startswith("CollectiveAborted") and "not builtins.str" in first
+    assert "this communicator failed before" in second
 
 
 def error_of(call: Any) -> str:
@@ -525,7 +489,14 @@ def error_of(call: Any) -> str:
     return ""
 
 
-def one_way(comm: ClusterCommunicator, what: str, ends: bool) -> list[str]:
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(
+    "what", ["broadcast", "scatter", "gather", "reduce", "reduce sum", "refused"]
+)
+@across((2, 2))
+def test_one_way_calls_that_differ_are_named_everywhere(
+    comm: ClusterCommunicator, what: str, ends: bool
+) -> None:
     """Ranks differ in a call in which only some machines hear from another one."""
     x, far = np.ones(3 if comm.rank < 2 else 4), comm.size - 1
     calls = {
@@ -538,33 +509,31 @@ def one_way(comm: ClusterCommunicator, what: str, ends: bool) -> list[str]:
     }
     said = [error_of(calls[what])]
     said.append(error_of(comm.close if ends else lambda: comm.allreduce(np.ones(3))))
-    return [*said, "" if ends else error_of(comm.barrier)]
-
-
-@pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize(
-    "what", ["broadcast", "scatter", "gather", "reduce", "reduce sum", "refused"]
-)
-def test_one_way_calls_that_differ_are_named_everywhere(what: str, ends: bool) -> None:
-    found = on_machines((2, 2), one_way, what, ends)
+    said.append("" if ends else error_of(comm.barrier))
     word = "broadcast" if what == "refused" else what.split()[0]
-    for rank, said in enumerate(found):
-        first, second, _ = said
-        assert bool(first) == (rank >= 2), found  # who hears from the other machine
-        told = first or second
-        if ends and not first:  # the other machine names what this one has called
-            assert not told, found
-        elif what == "refused":
-            assert "not builtins.str" in told, found
-        else:
-            at = "close" if ends else "allreduce(3 x float64, sum)"
-            assert f"host0 (ranks 0, 1): {at} after {word}(" in told, found
-            assert f"host1 (ranks 2, 3): {word}(" in told and "rank 1: " not in told, found
-        if not ends:
-            assert all("failed before" in words for words in said[1 if first else 2 :]), found
+    first, second, _ = said
+    assert bool(first) == (comm.rank >= 2), said  # who hears from the other machine
+    told = first or second
+    if ends and not first:  # the other machine names what this one has called
+        assert not told, said
+    elif what == "refused":
+        assert "not builtins.str" in told, said
+    else:
+        at = "close" if ends else "allreduce(3 x float64, sum)"
+        assert f"host0 (ranks 0, 1): {at} after {word}(" in told, said
+        assert f"host1 (ranks 2, 3): {word}(" in told and "rank 1: " not in told, said
+    if not ends:
+        assert all("failed before" in words for words in said[1 if first else 2 :]), said
 
 
-def mutual(comm: ClusterCommunicator, what: str) -> list[Any]:
+@pytest.mark.parametrize(
+    ("machines", "what"),
+    [((1, 1), "roots"), ((1, 1), "own"), ((2, 1), "local"), ((1, 1, 1), "roots")],
+)
+@across(timeout=16)
+def test_ranks_that_wait_for_each_other_name_their_calls(
+    comm: ClusterCommunicator, what: str
+) -> None:
     """Ranks that wait for each other, or that one machine's ranks call differently."""
     x, last = np.ones(3), comm.size - 1
     kinds = [comm.broadcast, comm.gather]
@@ -574,19 +543,13 @@ def mutual(comm: ClusterCommunicator, what: str) -> list[Any]:
     start = time.monotonic()
     said = error_of(lambda: call(x, root))
     if what == "local":  # the other machine has gone on
-        return [said or error_of(lambda: comm.allreduce(np.ones(2))), time.monotonic() - start]
-    comm.allreduce(x := np.ones(2))
-    assert (x == comm.size).all()
-    return [said, time.monotonic() - start]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "what"), [((1, 1), "roots"), ((1, 1), "own"), ((2, 1), "local"), ((1, 1, 1), "roots")]
-)
-def test_ranks_that_wait_for_each_other_name_their_calls(sizes: tuple[int, ...], what: str) -> None:
-    for said, seconds in on_machines(sizes, mutual, what, timeout=16):
-        assert "calls differ: " in said and seconds < 16, said
-        assert said.startswith("CollectiveAborted" if what == "local" else "CollectiveError"), said
+        said = said or error_of(lambda: comm.allreduce(np.ones(2)))
+    seconds = time.monotonic() - start
+    if what != "local":
+        comm.allreduce(x := np.ones(2))
+        assert (x == comm.size).all()
+    assert "calls differ: " in said and seconds < 16, said
+    assert said.startswith("CollectiveAborted" if what == "local" else "CollectiveError"), said
 
 
 def lonely(comm: ClusterCommunicator) -> str:
@@ -609,7 +572,8 @@ def test_a_rank_that_only_sends_hears_of_a_death() -> None:
         assert "has closed its connection" in said or "died" in said, found
 
 
-def refused_alike(comm: ClusterCommunicator) -> list[str]:
+@across((1, 1, 1))
+def test_a_refusal_after_calls_that_were_the_same(comm: ClusterCommunicator) -> None:
     """A refusal after calls that not all have compared, which were the same."""
     comm.broadcast(np.ones(3))
     said = [error_of(lambda: comm.allreduce(np.ones(3), "nonsense"))]
@@ -617,10 +581,12 @@ def refused_alike(comm: ClusterCommunicator) -> list[str]:
     said.append(error_of(lambda: comm.allreduce(np.ones(3 + comm.rank))))
     comm.allreduce(x := np.ones(2))
     assert (x == comm.size).all()
-    return said
+    assert said[0].startswith("CollectiveError: unknown op 'nonsense'"), said
+    assert "host1 (rank 1): allreduce(4 x float64, sum);" in said[1], said
 
 
-def many_after(comm: ClusterCommunicator) -> None:
+@across((1, 1, 1))
+def test_calls_that_go_one_way_after_refusals(comm: ClusterCommunicator) -> None:
     """A broadcast that one rank refuses, and then more of them than go one way in a row."""
     for i in range(3):
         x = np.full(3, comm.rank + i) if comm.rank != 1 else "x"
@@ -632,37 +598,26 @@ def many_after(comm: ClusterCommunicator) -> None:
             assert (y == j % comm.size + j).all()
 
 
-def test_calls_that_go_one_way_after_refusals() -> None:
-    assert on_machines((1, 1, 1), many_after) == [None] * 3
-
-
-def test_a_refusal_after_calls_that_were_the_same() -> None:
-    for said in on_machines((1, 1, 1), refused_alike):
-        assert said[0].startswith("CollectiveError: unknown op 'nonsense'"), said
-        assert "host1 (rank 1): allreduce(4 x float64, sum);" in said[1], said
-
-
-def traced(comm: ClusterCommunicator) -> str:
+@across((1, 1))
+def test_calls_are_traced(comm: ClusterCommunicator) -> None:
     os.environ["LINKWEAVE_DEBUG"] = "2"  # which lanes read
     (lane,) = comm.lanes(1)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         lane.broadcast(np.ones(3))
         lane.allreduce(np.ones(1 << 17))
-    return said.getvalue()
+    rank, lines = comm.rank, said.getvalue().splitlines()
+    lines = [line for line in lines if f"[{rank}] broad" in line or "1072" in line]
+    assert re.fullmatch(
+        rf"linkweave\[{rank}\] broadcast\(3 x float64, root 0\), \d+ us, along with the "
+        rf"comparison\nlinkweave\[{rank}\] allreduce\(131072 x float64, sum\), \d+ us",
+        "\n".join(lines),
+    ), said.getvalue()
 
 
-def test_calls_are_traced() -> None:
-    for rank, said in enumerate(on_machines((1, 1), traced)):
-        lines = [line for line in said.splitlines() if f"[{rank}] broad" in line or "1072" in line]
-        assert re.fullmatch(
-            rf"linkweave\[{rank}\] broadcast\(3 x float64, root 0\), \d+ us, along with the "
-            rf"comparison\nlinkweave\[{rank}\] allreduce\(131072 x float64, sum\), \d+ us",
-            "\n".join(lines),
-        ), said
-
-
-def slowly(comm: ClusterCommunicator) -> None:
+@across((1, 1), timeout=100)
+def test_a_root_that_is_slow(comm: ClusterCommunicator) -> None:
     """Ranks wait long for the root, and remind it of their calls, which it need not receive."""
+    start = time.monotonic()
     control = comm.machine.calls.control
     assert control._heart
     control._heart.stop()
@@ -673,15 +628,11 @@ def slowly(comm: ClusterCommunicator) -> None:
         comm.broadcast(x := np.full(3, comm.rank + i))
         assert (x == i).all()
     assert comm.rank == 0 or len(comm._calls._roll_call._reminders) > 8
-
-
-def test_a_root_that_is_slow() -> None:
-    start = time.monotonic()
-    assert on_machines((1, 1), slowly, timeout=100) == [None] * 2
     assert time.monotonic() - start < 60
 
 
-def ahead(comm: ClusterCommunicator) -> None:
+@across((1, 1), (2, 1), (1, 1, 1))
+def test_a_root_that_is_ahead(comm: ClusterCommunicator) -> None:
     """The root makes many calls before others make the first."""
     if comm.rank:
         time.sleep(0.3)
@@ -690,8 +641,3 @@ def ahead(comm: ClusterCommunicator) -> None:
         assert (x == i).all()
         every = comm.gather(x + comm.rank, comm.size - 1)
         assert every is None or (every == i + np.arange(comm.size)[:, None]).all()
-
-
-def test_a_root_that_is_ahead() -> None:
-    for sizes in ((1, 1), (2, 1), (1, 1, 1)):
-        assert on_machines(sizes, ahead) == [None] * sum(sizes)

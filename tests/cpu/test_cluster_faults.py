@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from machines import on_machines
+from machines import across, on_machines
 
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.cluster import pieces
@@ -140,15 +140,12 @@ def test_a_communicator_that_has_failed_says_so() -> None:
         assert "host1 (rank 1) has closed its connection" in said[1]
 
 
-def message(comm: ClusterCommunicator) -> str:
-    if comm.rank == 0:
-        return first_error(lambda: comm.recv(np.zeros(3), 1))
-    time.sleep(2)
-    return ""
-
-
-def test_a_message_that_does_not_come() -> None:
-    said = on_machines((1, 1), message, timeout=1.0)[0]
+@across((1, 1), timeout=1.0)
+def test_a_message_that_does_not_come(comm: ClusterCommunicator) -> None:
+    if comm.rank == 1:
+        time.sleep(2)
+        return
+    said = first_error(lambda: comm.recv(np.zeros(3), 1))
     assert "CollectiveTimeout: rank 0 waits for rank 1 to send" in said
 
 
@@ -223,7 +220,12 @@ def test_one_of_four_machines_fails(who: int, how: str) -> None:
         assert all(f"host{r} (rank {r}) has not" not in found[rank] for r in {1, 3}), found
 
 
-def other_calls(comm: ClusterCommunicator, who: int, what: str) -> str:
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("what", ["barrier", "short", "refused", "one way"])
+@across(FOUR, timeout=4.0)
+def test_one_of_four_machines_makes_another_call(
+    comm: ClusterCommunicator, who: int, what: str
+) -> None:
     """Rank `who` makes another call than the others."""
     x = np.ones(MEBI)
     calls = {
@@ -236,23 +238,14 @@ def other_calls(comm: ClusterCommunicator, who: int, what: str) -> str:
     if what != "one way":
         comm.allreduce(x := np.ones(MEBI))
         assert (x == comm.size).all()
-    return said
-
-
-@pytest.mark.parametrize("who", [0, 2])
-@pytest.mark.parametrize("what", ["barrier", "short", "refused", "one way"])
-def test_one_of_four_machines_makes_another_call(who: int, what: str) -> None:
-    found = on_machines(FOUR, other_calls, who, what, timeout=4.0)
-    calls = {
+    assert seconds(said) < 3, said
+    if what == "refused":
+        assert "not builtins.str" in said
+        return
+    own, others = {
         "barrier": ("barrier", "allreduce(1048576 x float64, sum)"),
         "short": ("allgather(36 x float64 in all)", "allgather(4194304 x float64 in all)"),
         "one way": ("barrier", f"broadcast(9 x float64, root {who})"),
-    }
-    for said in found:
-        assert seconds(said) < 3, found
-        if what == "refused":
-            assert "not builtins.str" in said, found
-        else:
-            own, others = calls[what]
-            assert f"host{who} (rank {who}): {own}" in said, found
-            assert f"host3 (rank 3): {others}" in said, found
+    }[what]
+    assert f"host{who} (rank {who}): {own}" in said
+    assert f"host3 (rank 3): {others}" in said

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 
 from linkweave import collectives, kernels
 from linkweave.collectives import CollectiveError
@@ -30,7 +31,8 @@ FUNCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.ma
              "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
 
 
-def _every_dtype(rank: int) -> None:
+@on_ranks(1, 2, 3, 5)
+def test_every_dtype_and_op(rank: int) -> None:
     comm = get_default()
     size = comm.size
     for dtype in TORCH_DTYPES:
@@ -70,7 +72,8 @@ def anything(rank: int, count: int, dtype: str) -> np.ndarray:
     return rng.integers(info.min, info.max, count, dtype, endpoint=True)
 
 
-def _float8(rank: int) -> None:
+@on_ranks(3)
+def test_8_bit_floats(rank: int) -> None:
     """Values that each step holds exactly."""
     comm = get_default()
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -90,16 +93,8 @@ def _float8(rank: int) -> None:
         assert (mine.float() == 2).all()
 
 
-def test_8_bit_floats() -> None:
-    collectives.spawn(_float8, 3)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_every_dtype_and_op(size: int) -> None:
-    collectives.spawn(_every_dtype, size)
-
-
-def _shapes(rank: int) -> None:
+@on_ranks(1, 2, 7)
+def test_shapes_lists_order_and_broadcast(rank: int) -> None:
     comm = get_default()
     total = sum(range(comm.size))
     grid = torch.full((40, 30), float(rank))
@@ -127,12 +122,8 @@ def _shapes(rank: int) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_shapes_lists_order_and_broadcast(size: int) -> None:
-    collectives.spawn(_shapes, size)
-
-
-def _apart(rank: int) -> None:
+@on_ranks(1, 2, 3)
+def test_results_that_go_elsewhere(rank: int) -> None:
     """Results that go elsewhere: the inputs stay."""
     comm = get_default()
     total, root = sum(range(comm.size)), comm.size - 1
@@ -173,12 +164,8 @@ def _apart(rank: int) -> None:
         assert "out must be a list of 3 tensors" in error_of(comm.allreduce, parts, out=bad)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_results_that_go_elsewhere(size: int) -> None:
-    collectives.spawn(_apart, size)
-
-
-def _memory(rank: int) -> None:
+@on_ranks(2)
+def test_shared_memory_is_given_back(rank: int) -> None:
     comm = get_default()
     first = comm.offset_of(comm.empty(1000))
     for dtype in ("int8", np.float16, torch.float16, torch.bfloat16):
@@ -193,11 +180,8 @@ def _memory(rank: int) -> None:
     assert "unsupported dtype complex64" in error_of(comm.empty, 3, np.complex64)
 
 
-def test_shared_memory_is_given_back() -> None:
-    collectives.spawn(_memory, 2)
-
-
-def _kept(rank: int) -> None:
+@on_ranks(2)
+def test_shared_memory_stays_while_any_view_of_it_lives(rank: int) -> None:
     comm = get_default()
     made = [comm.empty(n, dtype) for n in (100, 0, 7) for dtype in ("int64", torch.int64)]
     made += [comm.empty((8, 8), dtype)[2:3] for dtype in ("int64", torch.int64)]  # only a view
@@ -211,26 +195,8 @@ def _kept(rank: int) -> None:
     assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
 
 
-def test_shared_memory_stays_while_any_view_of_it_lives() -> None:
-    collectives.spawn(_kept, 2)
-
-
-def _fixed(rank: int) -> list[bytes]:
-    values = np.random.default_rng(rank).standard_normal(300_000).astype(np.float32)
-    found = []
-    for count in (1, 1000, 300_000):
-        x = values[:count].copy()
-        collectives.allreduce(x)
-        found.append(x[:1000].tobytes())
-    return found
-
-
-def test_a_fixed_order_gives_the_same_bits_for_every_size() -> None:
-    for one, thousand, many in collectives.spawn(_fixed, 5, order="fixed"):
-        assert one == many[:4] and thousand == many
-
-
-def _all_wrong(rank: int) -> None:
+@on_ranks(3)
+def test_bad_input_is_refused_and_leaves_the_ranks_in_step(rank: int) -> None:
     comm = get_default()
     read_only = np.ones(3, np.float32)
     read_only.flags.writeable = False
@@ -258,11 +224,8 @@ def _all_wrong(rank: int) -> None:
     assert (x == 3).all()
 
 
-def test_bad_input_is_refused_and_leaves_the_ranks_in_step() -> None:
-    collectives.spawn(_all_wrong, 3)
-
-
-def _one_differs(rank: int) -> list[str]:
+@on_ranks(3)
+def test_what_differs_between_ranks_is_an_error_on_every_rank(rank: int) -> None:
     comm = get_default()
     odd = rank == 1
     said = [
@@ -276,22 +239,17 @@ def _one_differs(rank: int) -> list[str]:
     x = np.full(5, rank)
     comm.allreduce(x)
     assert (x == 3).all()
-    return said
-
-
-def test_what_differs_between_ranks_is_an_error_on_every_rank() -> None:
-    for rank, said in enumerate(collectives.spawn(_one_differs, 3)):
-        count, dtype, op, kind, layout, refused = said
-        assert "ranks [0, 2]: allreduce(5 x float32, sum, auto)" in count
-        assert "ranks [1]: allreduce(4 x float32, sum, auto)" in count
-        assert "ranks [1]: allreduce(4 x float64" in dtype
-        assert "ranks [1]: allreduce(4 x float64, max" in op
-        assert "ranks [0, 2]: broadcast(4 x float64, " in kind
-        assert "root 2); ranks [1]: barrier" in kind
-        assert "in parts of sizes" in layout
-        told = "ranks [1]: refused its arguments: unsupported dtype complex64"
-        told = told.rpartition(": ")[2] if rank == 1 else told
-        assert told in refused
+    count, dtype, op, kind, layout, refused = said
+    assert "ranks [0, 2]: allreduce(5 x float32, sum, auto)" in count
+    assert "ranks [1]: allreduce(4 x float32, sum, auto)" in count
+    assert "ranks [1]: allreduce(4 x float64" in dtype
+    assert "ranks [1]: allreduce(4 x float64, max" in op
+    assert "ranks [0, 2]: broadcast(4 x float64, " in kind
+    assert "root 2); ranks [1]: barrier" in kind
+    assert "in parts of sizes" in layout
+    told = "ranks [1]: refused its arguments: unsupported dtype complex64"
+    told = told.rpartition(": ")[2] if rank == 1 else told
+    assert told in refused
 
 
 def test_bad_settings() -> None:
@@ -354,6 +312,9 @@ def test_under_torchrun(tmp_path: Path) -> None:
         ({"RANK": "x", "WORLD_SIZE": "2"}, "must be integers"),
         ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 must be from 0 to WORLD_SIZE - 1 = 1"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4, but .* would be alone"),
+        ({"PMI_SIZE": "2"}, r"set RANK \(to \$PMI_RANK\)"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "RANK=0 WORLD_SIZE=1 if it is to be alone"),
     ],
 )
 def test_a_broken_environment(
@@ -420,35 +381,29 @@ def test_a_collective_of_the_table_is_a_function(monkeypatch: pytest.MonkeyPatch
     assert package.scan(21) == 42
 
 
-def while_torch_is_imported(rank: int) -> list[float]:
+@on_ranks(2)
+def test_calls_while_torch_is_imported(rank: int) -> None:
     """A module that is being imported has no names yet."""
     x = np.full(4, rank, np.float32)
     sys.modules["torch"] = types.ModuleType("torch")
     collectives.allreduce(x, async_op=True).wait()
     collectives.allreduce(x)
     values, where = kernels.topk_abs(x, 1)
-    return [*x.tolist(), float(values[0]), int(where[0])]
+    assert [*x.tolist(), float(values[0]), int(where[0])] == [2.0] * 5 + [0]
 
 
-def test_calls_while_torch_is_imported() -> None:
-    assert collectives.spawn(while_torch_is_imported, 2) == [[2.0] * 5 + [0]] * 2
-
-
-def joined_again(rank: int) -> list[object]:
+@on_ranks(2)
+def test_ranks_of_spawn_do_not_join_alone(rank: int) -> None:
+    """They would sum nothing, each on its own."""
     said = error_of(collectives.init)
     x = np.full(3, rank + 1.0)
     collectives.allreduce(x)
-    return [said, x.tolist()]
+    assert "of 2 already, and would be alone" in said
+    assert x.tolist() == [3.0] * 3
 
 
-def test_ranks_of_spawn_do_not_join_alone() -> None:
-    """They would sum nothing, each on its own."""
-    found = collectives.spawn(joined_again, 2)
-    assert all(sums == [3.0] * 3 for _, sums in found)
-    assert all("of 2 already, and would be alone" in said for said, _ in found)
-
-
-def joined_where_no_rank_is(rank: int) -> list[object]:
+@on_ranks(2)
+def test_a_child_of_a_rank_and_a_rank_that_has_closed_join_alone(rank: int) -> None:
     comm = collectives.get_default()
     read, write = os.pipe()
     if not (child := os.fork()):
@@ -458,8 +413,4 @@ def joined_where_no_rank_is(rank: int) -> list[object]:
     said = os.read(read, 1000).decode()
     comm.barrier()
     comm.close()
-    return [said, collectives.init().size]
-
-
-def test_a_child_of_a_rank_and_a_rank_that_has_closed_join_alone() -> None:
-    assert collectives.spawn(joined_where_no_rank_is, 2) == [["joined", 1]] * 2
+    assert said == "joined" and collectives.init().size == 1

@@ -18,14 +18,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_ranks import on_ranks
 
 from linkweave import collectives
-from linkweave.collectives import (
-    CollectiveAborted,
-    CollectiveError,
-    CollectiveTimeout,
-    plan_allreduce,
-)
+from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.cluster.join import Job
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
@@ -42,11 +38,11 @@ ROOT = Path(__file__).parents[2]
 
 
 # ---- processes that are no ranks -----------------------------------------------------------------
-def in_a_child(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_a_forked_child_is_not_its_rank(rank: int) -> None:
     """What a forked child of rank 0 is told, and the sums of the ranks beside it."""
     comm = get_default()
     comm.allreduce(np.ones(4))
-    said = ""
     if rank == 0:
         read, write = os.pipe()
         if (pid := os.fork()) == 0:
@@ -56,14 +52,15 @@ def in_a_child(rank: int) -> list[Any]:
             os.write(write, json.dumps(words).encode())
             os._exit(0)
         os.waitpid(pid, 0)
-        said = os.read(read, 4096).decode()
+        for words in json.loads(os.read(read, 4096).decode()):
+            assert "was forked from rank 0 (process" in words and "is not a rank itself" in words
         if (pid := os.fork()) == 0:
             collectives.shutdown()
             sys.exit(0)  # unwinds, and would close the communicator
         os.waitpid(pid, 0)
     x = np.full(4, rank + 1.0)
     comm.allreduce(x)
-    return [x.tolist(), said]
+    assert x.tolist() == [3.0] * 4
 
 
 @pytest.mark.parametrize("page", header.SPANS)
@@ -76,19 +73,13 @@ def test_no_field_of_a_page_overlaps_another(page: str) -> None:
     assert ends <= header.PAGE
 
 
-def test_a_forked_child_is_not_its_rank() -> None:
-    found = collectives.spawn(in_a_child, 2, timeout=60)
-    assert [x for x, _ in found] == [[3.0] * 4] * 2
-    for words in json.loads(found[0][1]):
-        assert "was forked from rank 0 (process" in words and "is not a rank itself" in words
-
-
-def nested(rank: int) -> list[float]:
+@on_ranks(2)
+def test_a_rank_may_spawn_ranks_of_its_own(rank: int) -> None:
     comm = get_default()
     inner = collectives.spawn(one_sum, 2) if rank == 0 else []
     x = np.ones(3)
     comm.allreduce(x)
-    return [*inner, float(x[0])]
+    assert x[0] == 2 and inner == ([3.0, 3.0] if rank == 0 else [])
 
 
 def one_sum(rank: int) -> float:
@@ -97,11 +88,8 @@ def one_sum(rank: int) -> float:
     return float(x[0])
 
 
-def test_a_rank_may_spawn_ranks_of_its_own() -> None:
-    assert collectives.spawn(nested, 2, timeout=60) == [[3.0, 3.0, 2.0], [2.0]]
-
-
-def shared_with_a_child(rank: int) -> float:
+@on_ranks(2)
+def test_a_child_leaves_its_parents_tensors_alone(rank: int) -> None:
     """A child drops its copy of a tensor in shared memory, and ends."""
     comm = get_default()
     x = comm.empty(1 << 18)
@@ -114,14 +102,11 @@ def shared_with_a_child(rank: int) -> float:
             sys.exit(0)
         os.waitpid(pid, 0)
     comm.barrier()
-    return float(x.sum())
+    assert x.sum() == 1 << 18
 
 
-def test_a_child_leaves_its_parents_tensors_alone() -> None:
-    assert collectives.spawn(shared_with_a_child, 2) == [float(1 << 18)] * 2
-
-
-def in_other_ways(rank: int) -> bool:
+@on_ranks(3)
+def test_ranks_keep_the_same_plans_however_they_make_their_calls(rank: int) -> None:
     """More plans than are kept, by calls that ranks make in ways of their own."""
     comm: Any = get_default()
     for again in range(2):
@@ -130,7 +115,9 @@ def in_other_ways(rank: int) -> bool:
             x = np.full((n, 2), rank, np.float32)
             strided = rank == 1 and i % 3 == 0
             y = x[:, 0] if strided else np.ascontiguousarray(x[:, 0])
-            plan = plan_allreduce(load("cpu-3"), 4 * n, ("tree", "chain", "ring")[i % 3], 3)
+            plan = collectives.plan_allreduce(
+                load("cpu-3"), 4 * n, ("tree", "chain", "ring")[i % 3], 3
+            )
             plan = replace(plan, notes=(str(i % 80),))  # a plan of its own
             if rank == 2 and i % 7 == again:
                 comm.run(plan, y, async_op=True).wait()
@@ -138,16 +125,12 @@ def in_other_ways(rank: int) -> bool:
                 comm.run(plan, y)
             z = np.full(n, rank, np.float32)
             comm.allreduce(z)
-            if not ((y == 3).all() and (z == 3).all()):
-                return False
-    return len(comm._calls._regions) <= 64
+            assert (y == 3).all() and (z == 3).all()
+    assert len(comm._calls._regions) <= 64
 
 
-def test_ranks_keep_the_same_plans_however_they_make_their_calls() -> None:
-    assert collectives.spawn(in_other_ways, 3, timeout=60) == [True] * 3
-
-
-def lambdas(rank: int) -> list[str]:
+@on_ranks(2)
+def test_functions_are_compared_by_what_they_are_made_of(rank: int) -> None:
     """A function made anew at each call on some ranks; closures that differ."""
     comm = get_default()
 
@@ -161,21 +144,17 @@ def lambdas(rank: int) -> list[str]:
         x = np.ones(30)
         comm.allreduce(x, algorithm=fixed if rank else _again(fixed))
         assert (x == 2).all()
-    return [
+    said = [
         error_of(comm.allreduce, np.ones(30), algorithm=make(("tree", "chain")[rank])),
         error_of(comm.allreduce, np.ones(30), algorithm=Payload()),
     ]
+    assert "differs" in said[0] and "a name or a function of a topology" in said[1]
 
 
 def _again(function: Any) -> Any:
     return FunctionType(
         function.__code__, function.__globals__, function.__name__, None, function.__closure__
     )
-
-
-def test_functions_are_compared_by_what_they_are_made_of() -> None:
-    for said in collectives.spawn(lambdas, 2, timeout=60):
-        assert "differs" in said[0] and "a name or a function of a topology" in said[1]
 
 
 def opened_and_closed(rank: int) -> int:
@@ -274,31 +253,27 @@ def test_shared_memory_of_another_job_is_not_opened() -> None:
 
 
 # ---- leaving -------------------------------------------------------------------------------------
-def leaves(rank: int, path: str) -> None:
+@on_ranks(3, timeout=200)
+def test_who_closes_first_is_named_at_once(rank: int, tmp_path: Path) -> None:
     comm = get_default()
     comm.barrier()
     if rank == 1:
         comm.close()
-        outlive(Path(path), 2)
+        outlive(tmp_path, 2)
         return
-    hear(rank, path)
+    hear(rank, tmp_path, "rank 1 has returned or was closed; rank")
 
 
-def hear(rank: int, path: str) -> None:
-    """Write down what a call raises, and after how long."""
+def hear(rank: int, path: Path, words: str) -> None:
+    """A call raises such words at once; a file says that it has."""
     start = time.monotonic()
     said = error_of(collectives.allreduce, np.ones(9))
-    Path(path, str(rank)).write_text(f"{time.monotonic() - start}|{said}")
+    (path / str(rank)).touch()
+    assert time.monotonic() - start < 100 and words in said, said
 
 
-def test_who_closes_first_is_named_at_once(tmp_path: Path) -> None:
-    collectives.spawn(leaves, 3, args=(str(tmp_path),), timeout=200)
-    for rank in (0, 2):
-        took, said = (tmp_path / str(rank)).read_text().split("|")
-        assert float(took) < 100 and "rank 1 has returned or was closed; rank" in said
-
-
-def fails_inside(rank: int, path: str) -> None:
+@on_ranks(2, timeout=200)
+def test_an_exception_inside_a_call_is_told_at_once(rank: int, tmp_path: Path) -> None:
     """Rank 1's call raises something that is no CollectiveError; it closes, and lives on."""
     comm: Any = get_default()
     comm.barrier()
@@ -307,19 +282,14 @@ def fails_inside(rank: int, path: str) -> None:
         with pytest.raises(TypeError):
             comm.allreduce(np.ones(9))
         comm.close()
-        outlive(Path(path), 1)
+        outlive(tmp_path, 1)
         return
-    hear(rank, path)
-
-
-def test_an_exception_inside_a_call_is_told_at_once(tmp_path: Path) -> None:
-    collectives.spawn(fails_inside, 2, args=(str(tmp_path),), timeout=200)
-    took, said = (tmp_path / "0").read_text().split("|")
-    assert float(took) < 100 and "rank 1 raised an exception" in said
+    hear(rank, tmp_path, "rank 1 raised an exception")
 
 
 # ---- who is waited for ---------------------------------------------------------------------------
-def chained(rank: int, path: str) -> None:
+@on_ranks(3)
+def test_ranks_of_a_part_are_named_by_both_numbers(rank: int, tmp_path: Path) -> None:
     """Rank 0 waits in a part for rank 1, which waits in another part for rank 2, which sleeps."""
     comm = get_default()
     first = comm.split(int(rank == 2))  # ranks 0 and 1
@@ -329,21 +299,12 @@ def chained(rank: int, path: str) -> None:
         part.allreduce(x)
         comm.barrier()
         hurry(part, 1)
-    try:
-        if rank == 2:
-            outlive(Path(path), 2)
-        elif rank == 1:
-            second.allreduce(x)
-        else:
-            first.allreduce(x)
-    except CollectiveError as error:
-        Path(path, str(rank)).write_text(str(error))
-
-
-def test_ranks_of_a_part_are_named_by_both_numbers(tmp_path: Path) -> None:
-    collectives.spawn(chained, 3, args=(str(tmp_path),), timeout=60)
-    said = (tmp_path / "1").read_text()
-    assert "rank 0 (1 of all) waits for rank 1 (2 of all) to make its call" in said
+    if rank == 2:
+        outlive(tmp_path, 2)
+        return
+    said = error_of((first, second)[rank].allreduce, x)
+    (tmp_path / str(rank)).touch()
+    assert rank == 0 or "rank 0 (1 of all) waits for rank 1 (2 of all) to make its call" in said
 
 
 def in_line(rank: int, path: str) -> None:
@@ -368,13 +329,12 @@ def test_the_chain_of_waits_ends_at_the_culprit(tmp_path: Path) -> None:
     assert len(said) >= 3 and all("rank 2" in text for text in said)
 
 
-def unheard(rank: int) -> str:
+def unheard(rank: int) -> None:
     comm = get_default()
     logging.getLogger("linkweave").addHandler(logging.StreamHandler(os.fdopen(2, "w")))
     comm.allreduce(np.ones(3 + rank), async_op=True)  # differs, and nobody waits
     comm.barrier()
     comm.close()
-    return ""
 
 
 def test_an_error_that_nobody_waits_for_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
@@ -382,7 +342,8 @@ def test_an_error_that_nobody_waits_for_is_logged(capfd: pytest.CaptureFixture[s
     assert "nobody waited for an asynchronous call, which raised" in capfd.readouterr().err
 
 
-def lane_that_fails(rank: int) -> list[str]:
+@on_ranks(3)
+def test_where_a_lane_fails_its_family_ends_and_the_whole_goes_on(rank: int) -> None:
     comm: Any = get_default()
     first, second = comm.lanes(2)
     first.barrier()
@@ -396,52 +357,41 @@ def lane_that_fails(rank: int) -> list[str]:
     said += [error_of(second.allreduce, np.ones(3)) for _ in range(2)]
     x = np.ones(3)
     comm.allreduce(x)
-    return [*said, str(float(x[0]))]
+    assert x[0] == 3 and not any("differs" in words for words in said)
+    assert all("rank 0 raised" in w or "failed before" in w for w in said[1:]), said
 
 
-def test_where_a_lane_fails_its_family_ends_and_the_whole_goes_on() -> None:
-    for said in collectives.spawn(lane_that_fails, 3, timeout=60):
-        assert said[-1] == "3.0" and not any("differs" in words for words in said)
-        assert all("rank 0 raised" in w or "failed before" in w for w in said[1:3]), said
-
-
-def messages_that_never_come(rank: int, path: str) -> list[str]:
+@on_ranks(3)
+def test_a_message_that_never_comes_is_the_receivers_error_alone(rank: int, tmp_path: Path) -> None:
     comm: Any = get_default()
     hurry(comm, 1)
-    said = [error_of(comm.recv, np.ones(3), 1)] if rank == 0 else []
+    said = error_of(comm.recv, np.ones(3), 1) if rank == 0 else ""
     comm._calls.control.timeout = 60  # of the all-reduce
     if rank == 0:
-        Path(path, "done").touch()
-    outlive(Path(path), 1)
+        assert "rank 0 waits for rank 1 to send for 1 s" in said
+        (tmp_path / "done").touch()
+    outlive(tmp_path, 1)
     x = np.ones(3)
     comm.allreduce(x)
-    return [*said, str(float(x[0]))]
+    assert x[0] == 3
 
 
-def test_a_message_that_never_comes_is_the_receivers_error_alone(tmp_path: Path) -> None:
-    found = collectives.spawn(messages_that_never_come, 3, args=(str(tmp_path),), timeout=60)
-    assert [said[-1] for said in found] == ["3.0"] * 3
-    assert "rank 0 waits for rank 1 to send for 1 s" in found[0][0]
-
-
-def a_function_that_raises(rank: int) -> list[str]:
+@on_ranks(3)
+def test_an_algorithm_that_raises_is_an_error_on_all_who_may_go_on(rank: int) -> None:
     comm = get_default()
 
     def broken(topology: Any) -> Any:
         return {}["nothing"]
 
-    said = [error_of(comm.allreduce, np.ones(3), algorithm=broken)]
+    said = error_of(comm.allreduce, np.ones(3), algorithm=broken)
     comm.barrier()
-    return said
-
-
-def test_an_algorithm_that_raises_is_an_error_on_all_who_may_go_on() -> None:
-    for (said,) in collectives.spawn(a_function_that_raises, 3):
-        assert "broken on cpu-3: KeyError: 'nothing'" in said
+    assert "broken on cpu-3: KeyError: 'nothing'" in said
 
 
 # ---- many ----------------------------------------------------------------------------------------
-def many(rank: int) -> float:
+@pytest.mark.slow
+@on_ranks(64, timeout=120)
+def test_64_ranks_have_32_parts(rank: int) -> None:
     comm = get_default()
     lanes = comm.lanes(32)
     x = np.ones(2, np.float32)
@@ -449,15 +399,11 @@ def many(rank: int) -> float:
     for work in works:
         work.wait()
     lanes[-1].allreduce(x)
-    return float(x[0])
+    assert x[0] == 64
 
 
-@pytest.mark.slow
-def test_64_ranks_have_32_parts() -> None:
-    assert collectives.spawn(many, 64, timeout=120) == [64.0] * 64
-
-
-def in_threads(rank: int) -> bool:
+@on_ranks(3)
+def test_lanes_of_several_threads(rank: int) -> None:
     """The lanes of a rank may be used by a thread each."""
     lanes = get_default().lanes(2)
     arrays = [np.full(1000, rank, np.float32), np.full(2000, rank, np.float64)]
@@ -472,11 +418,7 @@ def in_threads(rank: int) -> bool:
         thread.join()
     for handle in done:
         handle.wait()
-    return all((x == 3).all() for x in arrays)
-
-
-def test_lanes_of_several_threads() -> None:
-    assert collectives.spawn(in_threads, 3) == [True] * 3
+    assert all((x == 3).all() for x in arrays)
 
 
 def test_a_wait_that_ends_while_it_is_looked_at_has_not_timed_out() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_ranks import on_ranks
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveTimeout
@@ -75,7 +76,8 @@ TURNS = [(0.0, True), (2.0, True), (9.0, False), (2.0, None), (11.0, False)]
 """Seconds that pass, and what a measurement then gives."""
 
 
-def measured(rank: int) -> list[tuple[int, int]]:
+@on_ranks(2)
+def test_rank_0_of_the_whole_measures_again_after_ten_seconds(rank: int) -> None:
     """How often the cores have been measured, and the word, after each turn's calls of a part."""
     whole: Any = get_default()
     times, now, answer = 0, whole._arena._measure_at - 1.0, None
@@ -95,13 +97,9 @@ def measured(rank: int) -> list[tuple[int, int]]:
             part.barrier()
         found.append((times, int(whole._arena.words(arenas.FAR, 1)[0])))
         part.barrier()
-    return found
-
-
-def test_rank_0_of_the_whole_measures_again_after_ten_seconds() -> None:
-    first, other = collectives.spawn(measured, 2)
-    assert first == [(0, 0), (1, 1), (1, 1), (2, 1), (3, 0)]
-    assert [times for times, _ in other] == [0] * len(TURNS)
+    if rank == 0:
+        assert found == [(0, 0), (1, 1), (1, 1), (2, 1), (3, 0)]
+    assert rank == 0 or not times
 
 
 KINDS = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall")
@@ -159,9 +157,10 @@ def early(size: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     }  # fmt: skip
 
 
-def sent_early(rank: int, kind: str) -> tuple[int, bool, bool]:
-    """On rank 1, in the third call, to which rank 0 does not come: how many chunks are in slots,
-    and whether the input and the output are as they were."""
+@pytest.mark.parametrize("kind", early(2))
+@on_ranks(2, 3, timeout=20)
+def test_a_rank_sends_its_input_before_the_others_come(rank: int, kind: str) -> None:
+    """Rank 1, in the third call, to which rank 0 does not come."""
     comm: Any = get_default()
     shape, to = early(comm.size)[kind]
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + rank
@@ -170,21 +169,15 @@ def sent_early(rank: int, kind: str) -> tuple[int, bool, bool]:
         call(x, out=out)
     if rank == 0:
         comm.close()
-        return 0, True, True
+        return
     region = next(ready.region for key, ready in comm._calls._known.items() if key[0] == kind)
     sent = region.cursor[:, interpreter.SENT]
     before, given = sent.sum(), x.copy()
     out[:] = -1
     with pytest.raises((CollectiveTimeout, collectives.CollectiveAborted)):
         call(x, out=out)
-    return int(sent.sum() - before), bool((x == given).all()), bool((out == -1).all())
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", early(2))
-def test_a_rank_sends_its_input_before_the_others_come(kind: str, size: int) -> None:
-    sent, kept, clean = collectives.spawn(sent_early, size, args=(kind,), timeout=20)[1]
-    assert sent > 0 and kept and clean
+    if rank == 1:
+        assert sent.sum() > before and (x == given).all() and (out == -1).all()
 
 
 def test_fields_of_a_call_are_in_the_order_in_which_they_are_set() -> None:

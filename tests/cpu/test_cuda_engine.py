@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_ranks import Machine, gpus, plain, tensor
+from gpu_ranks import Machine, Numbered, gpus, on_gpus, tensor
 from host_gpu import needs_compiler
 from machines import forked
 
@@ -193,7 +193,7 @@ def beside_nccl(rank: int, machine: Machine, nccl: Nccl, ordered: bool, first: s
 @needs_compiler
 @pytest.mark.parametrize("first", ["linkweave", "nccl"])
 def test_calls_of_both_engines_take_turns(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpus(monkeypatch, partial(plain, multiprocessors=3)) as machine:
+    with gpus(monkeypatch, partial(Numbered, multiprocessors=3)) as machine:
         arguments = (machine, Nccl(), True, first)
         found = collectives.spawn(beside_nccl, 2, "mesh-2", arguments, device="cuda", virtual=True)
     assert found == [4.0] * 2
@@ -202,7 +202,7 @@ def test_calls_of_both_engines_take_turns(first: str, monkeypatch: pytest.Monkey
 @needs_compiler
 def test_without_an_order_they_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the test above tests something."""
-    with gpus(monkeypatch, partial(plain, multiprocessors=3)) as machine:
+    with gpus(monkeypatch, partial(Numbered, multiprocessors=3)) as machine:
         nccl = Nccl()
         try:
             with pytest.raises(collectives.CollectiveError, match="waits for"):
@@ -280,7 +280,9 @@ def test_a_group_orders_them(
     assert said == [("lead", 1), "allgather", *([] if captured else [("follow", 1)])]
 
 
-def before_the_first_call(rank: int, machine: Machine) -> float:
+@needs_compiler
+@on_gpus(2, "a process a GPU")
+def test_the_first_call_on_a_gpu_follows_too(rank: int, machine: Machine) -> None:
     """What this communicator follows before it has used its GPU."""
     comm: Any = get_default()
     device, busy = machine(rank), threading.Event()
@@ -291,10 +293,4 @@ def before_the_first_call(rank: int, machine: Machine) -> float:
     assert x.array[0] == 1.0  # it waits
     busy.set()
     comm.synchronize()
-    return float(x.array[-1])
-
-
-@needs_compiler
-def test_the_first_call_on_a_gpu_follows_too(machine: Machine) -> None:
-    found = collectives.spawn(before_the_first_call, 2, "mesh-2", (machine,), device="cuda")
-    assert found == [2.0] * 2
+    assert x.array[-1] == 2

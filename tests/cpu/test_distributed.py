@@ -20,6 +20,7 @@ import torch._dynamo  # which DDP imports: here once, not in every rank
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from machines import forked, pretend
+from on_ranks import as_test
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -50,6 +51,20 @@ def run(
             return found
 
         return forked(size, rank_of)
+
+
+def in_group(size: int, *params: str) -> Callable[[Any], Any]:
+    """Makes `body(rank, ...)` a test on so many ranks. params: arguments of `run` that are
+    parameters of the test, as are those of the body."""
+
+    def make(body: Any) -> Any:
+        def test(given: dict[str, Any], values: dict[str, Any]) -> None:
+            how = {name: given[name] for name in params}
+            assert run(size, lambda rank: body(rank, **values), **how) == [None] * size
+
+        return as_test(body, test, *params)
+
+    return make
 
 
 def both(rank: int) -> bool:
@@ -148,7 +163,8 @@ def test_calls_over_machines_give_what_gloo_gives(machines: tuple[int, ...]) -> 
     assert run(sum(machines), both, machines=machines) == [True] * sum(machines)
 
 
-def profiled(rank: int) -> list[str]:
+@in_group(2)
+def test_the_profiler_shows_calls(rank: int) -> None:
     """What torch.profiler shows of the calls: torch's names, the group, shapes."""
     part = dist.new_group([0, 1])
     with torch.profiler.profile(record_shapes=True) as profile:
@@ -157,16 +173,12 @@ def profiled(rank: int) -> list[str]:
         dist.gather(x, [torch.zeros(3, 4) for _ in range(2)] if rank == 0 else None)
         dist.barrier()
     keys = profile.key_averages(group_by_input_shape=True)
-    return sorted(f"{e.key} {e.input_shapes}" for e in keys if e.key.startswith("linkweave:"))
-
-
-def test_the_profiler_shows_calls() -> None:
-    for found in run(2, profiled):
-        first, other, barrier, gathered = found
-        assert barrier.startswith("linkweave:barrier (group 0) ")
-        assert first.startswith("linkweave:all_reduce (group 0) [[3, 4]")
-        assert other.startswith("linkweave:all_reduce (group ") and not other.startswith(first)
-        assert gathered.startswith("linkweave:gather (group 0) [[12]")
+    found = sorted(f"{e.key} {e.input_shapes}" for e in keys if e.key.startswith("linkweave:"))
+    first, other, barrier, gathered = found
+    assert barrier.startswith("linkweave:barrier (group 0) ")
+    assert first.startswith("linkweave:all_reduce (group 0) [[3, 4]")
+    assert other.startswith("linkweave:all_reduce (group ") and not other.startswith(first)
+    assert gathered.startswith("linkweave:gather (group 0) [[12]")
 
 
 def wrong_lists(rank: int) -> list[str]:
@@ -190,16 +202,13 @@ def wrong_lists(rank: int) -> list[str]:
     return [*said, str(y.item())]
 
 
-def uneven(rank: int) -> list[list[float]]:
+@pytest.mark.parametrize("machines", [(), (0, 0, 1)])
+@in_group(3, "machines")
+def test_an_all_gather_of_unequal_tensors(rank: int) -> None:
     shapes = [(r % 2 + 1, 3 - r) for r in range(3)]
     every = [torch.zeros(shape) for shape in shapes]
     dist.all_gather(every, torch.full(shapes[rank], rank + 1.0))
-    return [x.flatten().tolist() for x in every]
-
-
-@pytest.mark.parametrize("machines", [(), (0, 0, 1)])
-def test_an_all_gather_of_unequal_tensors(machines: tuple[int, ...]) -> None:
-    assert run(3, uneven, machines=machines) == [[[1.0] * 3, [2.0] * 4, [3.0]]] * 3
+    assert [x.flatten().tolist() for x in every] == [[1.0] * 3, [2.0] * 4, [3.0]]
 
 
 def test_wrong_lists_of_a_root_keep_nobody_waiting() -> None:
@@ -225,7 +234,9 @@ def test_another_backend_for_the_cpu() -> None:
     assert run(2, both, backend="cpu:gloo,cuda:linkweave") == [True] * 2
 
 
-def train(rank: int) -> bool:
+@pytest.mark.parametrize("machines", [(), (2, 1)])
+@in_group(3, "machines")
+def test_ddp_trains(rank: int) -> None:
     """Plain DDP: the ranks' parameters stay equal, to the bit."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(10, 200), torch.nn.ReLU(), torch.nn.Linear(200, 3))
@@ -238,15 +249,12 @@ def train(rank: int) -> bool:
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
     every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
-    return all(torch.equal(x, mine) for x in every)
+    assert all(torch.equal(x, mine) for x in every)
 
 
-@pytest.mark.parametrize("machines", [(), (2, 1)])
-def test_ddp_trains(machines: tuple[int, ...]) -> None:
-    assert run(3, train, machines=machines) == [True] * 3
-
-
-def hooked(rank: int, own: str) -> list[float]:
+@pytest.mark.parametrize(("backend", "own"), [("linkweave", "group"), ("gloo", "communicator")])
+@in_group(3, "backend")
+def test_hooks(rank: int, own: str) -> None:
     """The largest relative errors of gradients after DDP with each hook."""
     from linkweave.collectives.distributed import allreduce_hook, bf16_hook, fp16_hook
 
@@ -269,16 +277,13 @@ def hooked(rank: int, own: str) -> list[float]:
         dist.all_gather(every, gradients)
         assert all(torch.equal(x, gradients) for x in every)
         found.append(error.item())
-    return found
+    exact, fp16, bf16 = found
+    assert exact < 1e-6 < fp16 < 2e-3 < bf16 < 2e-2
 
 
-@pytest.mark.parametrize(("backend", "own"), [("linkweave", "group"), ("gloo", "communicator")])
-def test_hooks(backend: str, own: str) -> None:
-    for exact, fp16, bf16 in run(3, hooked, own, backend=backend):
-        assert exact < 1e-6 < fp16 < 2e-3 < bf16 < 2e-2
-
-
-def within(rank: int) -> list[float]:
+@pytest.mark.parametrize("machines", [(), (2, 1)])
+@in_group(3, "machines")
+def test_a_callback_may_wait_for_a_collective_of_its_group(rank: int) -> None:
     """Collectives whose futures' callbacks wait for later ones of the same group."""
 
     def summed(more: int) -> Any:
@@ -288,12 +293,7 @@ def within(rank: int) -> list[float]:
             return future
         return future.then(lambda done: done.value()[0] + summed(more - 1).wait()[0])
 
-    return summed(3).wait().tolist()
-
-
-@pytest.mark.parametrize("machines", [(), (2, 1)])
-def test_a_callback_may_wait_for_a_collective_of_its_group(machines: tuple[int, ...]) -> None:
-    assert run(3, within, machines=machines) == [[12.0, 12.0]] * 3
+    assert summed(3).wait().tolist() == [12.0, 12.0]
 
 
 KEPT: list[Any] = []
@@ -320,20 +320,19 @@ def test_powersgd_trains_as_over_gloo() -> None:
     assert mine[0] == mine[1] == pytest.approx(gloo[0], rel=1e-4, abs=1e-5)
 
 
-def parts(rank: int) -> float:
+@in_group(3)
+def test_groups_of_some_ranks(rank: int) -> None:
     group = dist.new_group([0, 2])
     if rank == 1:
-        return 0
+        return
     dist.all_reduce(x := torch.ones(1), group=group)
     dist.destroy_process_group(group)
-    return x.item()
+    assert x == 2
 
 
-def test_groups_of_some_ranks() -> None:
-    assert run(3, parts) == [2, 0, 2]
-
-
-def functional(rank: int) -> bool:
+@pytest.mark.parametrize("machines", [(), pytest.param((2, 2), marks=pytest.mark.slow)])
+@in_group(4, "machines")
+def test_functional_collectives_on_a_mesh(rank: int) -> None:
     """Functional collectives over the rows, the columns and all of a mesh of 2 x 2 ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
     assert (mesh.get_local_rank("row"), mesh.get_local_rank("column")) == divmod(rank, 2)
@@ -369,12 +368,6 @@ def functional(rank: int) -> bool:
         pairs += [pair for both in coalesced for pair in zip(*both, strict=True)]
         for at, (found, wanted) in enumerate(pairs):
             assert torch.equal(funcol.wait_tensor(found), wanted), (ranks, at)
-    return True
-
-
-@pytest.mark.parametrize("machines", [(), pytest.param((2, 2), marks=pytest.mark.slow)])
-def test_functional_collectives_on_a_mesh(machines: tuple[int, ...]) -> None:
-    assert run(4, functional, machines=machines) == [True] * 4
 
 
 def lose(rank: int, what: str) -> str:

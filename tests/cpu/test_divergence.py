@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 from thread_ranks import ThreadTransport, on_threads
 from torch import nn
 from training_models import error_of, imported, made, sgd, train, units  # noqa: F401
@@ -75,7 +76,9 @@ def test_one_bit_of_one_weight_is_found_and_named(size: int) -> None:
             assert f"{name} of rank {rank} differs" in said
 
 
-def parted(rank: int) -> list[str]:
+@pytest.mark.usefixtures("imported")
+@on_ranks(2)
+def test_ranks_that_part_in_training_are_an_error_on_all(rank: int) -> None:
     found = []
     for options in ({"schedule": "ddp"}, {"schedule": "c-cube"},
                     {"exchange": collectives.GTopK(density=0.1)}):  # fmt: skip
@@ -89,7 +92,7 @@ def parted(rank: int) -> list[str]:
             with torch.no_grad():
                 inner.last.bias[0] += 1e-6
         found.append(error_of(partial(batches, 2 * EVERY * PARTS)))
-    return found
+    assert all("ranks have parted: last.bias of rank" in said for said in found), found
 
 
 def _train(model: Any, optimizer: Any, rank: int, steps: int) -> None:
@@ -100,12 +103,8 @@ def _train(model: Any, optimizer: Any, rank: int, steps: int) -> None:
 
 
 @pytest.mark.usefixtures("imported")
-def test_ranks_that_part_in_training_are_an_error_on_all() -> None:
-    for found in collectives.spawn(parted, 2, timeout=60):
-        assert all("ranks have parted: last.bias of rank" in said for said in found), found
-
-
-def dropped(rank: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_models_that_are_dropped_leave_no_threads_and_no_memory(rank: int) -> None:
     """(threads, MiB) that models leave behind which nobody has closed."""
 
     def resident() -> int:
@@ -134,11 +133,5 @@ def dropped(rank: int) -> tuple[int, int]:
     until = time.monotonic() + 60
     while threading.active_count() > threads and time.monotonic() < until:
         time.sleep(0.01)  # the last ones are about to end
-    return threading.active_count() - threads, resident() - before
-
-
-@pytest.mark.usefixtures("imported")
-def test_models_that_are_dropped_leave_no_threads_and_no_memory() -> None:
-    for threads, mebibytes in collectives.spawn(dropped, 2, timeout=60):
-        assert threads <= 0
-        assert mebibytes < 60  # 40 models have 320 MiB of gradients
+    assert threading.active_count() <= threads
+    assert resident() - before < 60  # 40 models have 320 MiB of gradients

@@ -86,8 +86,9 @@ def test_every_block_is_of_a_tested_kind() -> None:
         for line in re.findall(r"^```.*$", text, re.MULTILINE)[::2]
         if not line.startswith("```{")  # a directive of Sphinx
     ]
-    # "py": scripts under torchrun, run by test_recipes.py
-    assert {*fences} == {"```python", "```output", "```console", "```sh", "```py"}
+    # "py": scripts under torchrun, run by test_recipes.py; "ipython": cells, by test_notebook.py
+    kinds = "python", "output", "console", "sh", "py", "ipython"
+    assert {*fences} == {f"```{kind}" for kind in kinds}
 
 
 SHELL = {

@@ -3,7 +3,7 @@ said otherwise, beside one process that trains `nn.Embedding` on the batches of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from embedding_training import (
     Batch,
     Linear,
     Pair,
-    imported,  # noqa: F401
+    imported,
     linear,
     lone,
     lstm,
@@ -27,16 +27,16 @@ from embedding_training import (
 )
 from torch import nn
 from training_models import same
-from training_pair import Cases
 
-from linkweave import ShardedEmbedding, collectives, prefetch
+from linkweave import ShardedEmbedding, prefetch
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
-case = Cases()
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 
 
 # ---- tables --------------------------------------------------------------------------------------
-def shapes(rank: int) -> None:
+@on_ranks(3)
+def test_narrow_and_short_tables(rank: int) -> None:
     """More ranks than columns; one row."""
     for width in (1, 2):
         pair = Pair("sparse adam", partial(linear, width=width), schedule="wfbp")
@@ -51,18 +51,12 @@ def shapes(rank: int) -> None:
         x, y = sentences(0)
         whole = torch.zeros_like(x), y
         for mine in prefetch([share(whole, rank, 3)] * 2):
-            pair.clear()
-            pair.backward(mine, whole)
-            pair.update()
+            pair.step(mine, whole)
     pair.close()
 
 
-def test_narrow_and_short_tables() -> None:
-    collectives.spawn(shapes, 3, timeout=60)
-
-
-@case
-def a_padding_row(rank: int) -> None:
+@on_ranks(2)
+def test_a_padding_row(rank: int) -> None:
     for padding in (0, 3, -WORDS + 4, -1):
         pair = Pair("adagrad", partial(linear, padding_idx=padding))
         before = pair.check()["words.weight"]
@@ -91,8 +85,8 @@ class Translation(nn.Module):
         return self.decoder["last"](y + self.join(self.encoder["last"](x).tanh()).tanh())
 
 
-@case
-def an_encoder_and_a_decoder(rank: int) -> None:
+@on_ranks(2)
+def test_an_encoder_and_a_decoder(rank: int) -> None:
     states = []
     for ahead in (True, False):
         pair = Pair("sparse adam", Translation, schedule="wfbp")
@@ -102,16 +96,13 @@ def an_encoder_and_a_decoder(rank: int) -> None:
         for (source, target), y in whole:
             part, y_part = share((source, y), rank, 2)
             mine.append(((part, share((target, y), rank, 2)[0]), y_part))
-        for one, every in zip(prefetch(mine) if ahead else mine, whole, strict=True):
-            pair.clear()
-            pair.backward(one, every)
-            pair.update()
+        lone(pair, whole, mine, ahead)
         states.append(pair.close())
     assert same(*states)
 
 
-@case
-def a_frozen_table(rank: int) -> None:
+@on_ranks(2)
+def test_a_frozen_table(rank: int) -> None:
     """In an optimizer, or in none."""
     table = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(2))
 
@@ -126,8 +117,8 @@ def a_frozen_table(rank: int) -> None:
         assert torch.equal(pair.close()["words.weight"], table.double())
 
 
-@case
-def a_pretrained_table_is_trained(rank: int) -> None:
+@on_ranks(2)
+def test_a_pretrained_table_is_trained(rank: int) -> None:
     table = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(2))
 
     def make(embedding: Any) -> nn.Module:
@@ -145,8 +136,8 @@ def cut(whole: Sequence[Batch], parts: Sequence[slice]) -> list[Batch]:
     return [(x[part].clone(), y[part].clone()) for (x, y), part in zip(whole, parts, strict=True)]
 
 
-@case
-def ranks_without_tokens(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_without_tokens(rank: int) -> None:
     """Of one rank in some batches; of both in one, and a short last batch."""
     whole = [*map(sentences, range(4)), (sentences(4)[0][:0], sentences(4)[1][:0]), sentences(5, 1)]
     some = [slice(0), slice(2), slice(9), slice(4), slice(0), slice(rank, 1)]
@@ -161,8 +152,8 @@ def ranks_without_tokens(rank: int) -> None:
     assert same(*states[1::2])
 
 
-@case
-def indices_of_any_shape_and_dtype(rank: int) -> None:
+@on_ranks(2)
+def test_indices_of_any_shape_and_dtype(rank: int) -> None:
     """As on other ranks or not."""
     pair, words = Pair("adagrad"), sentences(0)[0]
     shapes = (words[0, 0], words[0], words[:8].reshape(2, 4, 3, 2), words.T, words[:, ::2])
@@ -178,17 +169,15 @@ def indices_of_any_shape_and_dtype(rank: int) -> None:
     pair.close()
 
 
-@case
-def the_loader_ends_earlier_on_a_rank(rank: int) -> None:
+@on_ranks(2)
+def test_the_loader_ends_earlier_on_a_rank(rank: int) -> None:
     """That rank begins its loader again, the other goes on."""
     lengths = (2, 4) if rank else (4, 2)
     pair = Pair("sparse adam")
     step = 0
     for length in lengths:
         for mine in prefetch([pair.share(step + i) for i in range(length)]):
-            pair.clear()
-            pair.backward(mine, sentences(step))
-            pair.update()
+            pair.step(mine, sentences(step))
             step += 1
     ops = names(pair)
     assert ops.count("no tokens") == 2
@@ -196,22 +185,15 @@ def the_loader_ends_earlier_on_a_rank(rank: int) -> None:
     pair.close()
 
 
-@case
-def a_loop_that_is_left(rank: int) -> None:
+@on_ranks(2)
+def test_a_loop_that_is_left(rank: int) -> None:
     """What was announced is forgotten, and another loop begins."""
     pair = Pair("sgd")
     for _ in range(3):
         batches = zip(prefetch([pair.share(step) for step in range(9)]), range(2), strict=False)
         for mine, step in batches:
-            pair.clear()
-            pair.backward(mine, sentences(step))
-            pair.update()
+            pair.step(mine, sentences(step))
     schedule = pair.embeddings[0].schedule
     assert schedule is not None
     assert len(schedule._announced) <= 2
     pair.close()
-
-
-@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
-def test_case(body: Callable[[int], None]) -> None:
-    case.run(body)

@@ -19,7 +19,7 @@ from embedding_training import (
     Linear,
     Pair,
     built,
-    imported,  # noqa: F401
+    imported,
     linear,
     loss_of,
     lstm,
@@ -32,15 +32,14 @@ from embedding_training import (
 from machines import on_group
 from torch import nn
 from training_models import error_of, same
-from training_pair import Cases
 
 from linkweave import ShardedEmbedding, collectives, prefetch
 from linkweave.collectives import CollectiveError, DataParallel
 from linkweave.collectives.training.embedding.exchange import RowExchange
 from tests.cpu.helpers import outlive
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
-case = Cases()
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 SGD = torch.optim.SGD
 
 
@@ -85,8 +84,8 @@ def test_indices_on_a_single_rank(ids: Any, words: str) -> None:
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
-@case
-def optimizers_and_models(rank: int) -> None:
+@on_ranks(2)
+def test_optimizers_and_models(rank: int) -> None:
     def said(optimizers: Callable[[nn.Module], Any], make: Any = linear) -> str:
         inner = built(make, ShardedEmbedding)
         return error_of(lambda: DataParallel(inner, optimizers(inner)))
@@ -147,8 +146,8 @@ def _attached(inner: nn.Module) -> DataParallel:
     return DataParallel(inner, SGD(inner.parameters(), 0.1))
 
 
-@case
-def options_that_are_changed_later(rank: int) -> None:
+@on_ranks(2)
+def test_options_that_are_changed_later(rank: int) -> None:
     """They are looked at in each step."""
     pair = Pair("sgd")
     pair.train(0)
@@ -257,7 +256,8 @@ def test_a_rank_dies(when: str, ahead: bool, tmp_path: Path, patient: None) -> N
             os.kill(int(process), 0)
 
 
-def raises(rank: int) -> list[str]:
+@on_ranks(3)
+def test_an_exchange_raises(rank: int) -> None:
     pair = Pair("sparse adam")
     pair.train(0, 1)
     if rank == 1:
@@ -269,12 +269,7 @@ def raises(rank: int) -> list[str]:
         RowExchange.add = add  # type: ignore[method-assign,assignment]
     found = [error_of(lambda: pair.train(2, 3, 4)), error_of(pair.model.finish)]
     error_of(pair.end)
-    return found
-
-
-def test_an_exchange_raises() -> None:
-    for said in collectives.spawn(raises, 3, timeout=60):
-        assert all("rank 1" in one for one in said), said
+    assert all("rank 1" in said for said in found), found
 
 
 def leaves(rank: int) -> None:
@@ -369,8 +364,3 @@ def test_a_wrong_index_on_a_rank_of_a_process_group() -> None:
     assert f"rank 1: ids must be from 0 to {WORDS - 1}; one is {WORDS}" in its
     assert said.startswith("rank 0, ")
     assert seconds < 100
-
-
-@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
-def test_case(body: Callable[[int], None]) -> None:
-    case.run(body)

@@ -4,7 +4,6 @@ both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from embedding_training import (
     WORDS,
     Linear,
     Pair,
-    imported,  # noqa: F401
+    imported,
     linear,
     loss_of,
     lstm,
@@ -27,17 +26,16 @@ from embedding_training import (
 )
 from torch import nn
 from training_models import apart, copied, same
-from training_pair import Cases
 
-from linkweave import GTopK, collectives, prefetch
+from linkweave import GTopK, prefetch
 from linkweave.collectives import CollectiveError
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
-case = Cases()
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 
 
-@case
-def gradients_are_accumulated(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_are_accumulated(rank: int) -> None:
     for ahead in (True, False):
         pair = Pair("adagrad")
         for number, (mine, whole) in enumerate(pair.batches(range(7), ahead)):
@@ -51,8 +49,8 @@ def gradients_are_accumulated(rank: int) -> None:
         pair.close()
 
 
-@case
-def steps_are_left_out(rank: int) -> None:
+@on_ranks(2)
+def test_steps_are_left_out(rank: int) -> None:
     """By `zero_grad` without `step`: of the optimizers, and of the model."""
     for ahead in (True, False):
         for clear in (Pair.clear, lambda pair: (pair.model.zero_grad(), pair.alone.zero_grad())):
@@ -65,8 +63,8 @@ def steps_are_left_out(rank: int) -> None:
             pair.close()
 
 
-@case
-def gradients_that_are_set_to_zeros(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_that_are_set_to_zeros(rank: int) -> None:
     pair = Pair("adagrad")
     for mine, whole in pair.batches(range(4), ahead=True):
         for optimizer in (*pair.optimizers, *pair.alone_optimizers):
@@ -76,8 +74,8 @@ def gradients_that_are_set_to_zeros(rank: int) -> None:
     pair.close()
 
 
-@case
-def hooks_of_optimizers(rank: int) -> None:
+@on_ranks(2)
+def test_hooks_of_optimizers(rank: int) -> None:
     """A step with hooks is one of all parameters."""
     for kind in ("one", "sgd"):
         pair, called = Pair(kind, chained=False), []
@@ -88,8 +86,8 @@ def hooks_of_optimizers(rank: int) -> None:
         pair.close()
 
 
-@case
-def a_pass_between_backward_and_step(rank: int) -> None:
+@on_ranks(2)
+def test_a_pass_between_backward_and_step(rank: int) -> None:
     """It announces the next batch once more, whose rows the step may not fetch yet."""
     for ahead in (True, False):
         pair = Pair("sgd")
@@ -101,8 +99,8 @@ def a_pass_between_backward_and_step(rank: int) -> None:
         pair.close()
 
 
-@case
-def a_loss_of_rows_alone(rank: int) -> None:
+@on_ranks(2)
+def test_a_loss_of_rows_alone(rank: int) -> None:
     for ahead in (True, False):
         pair = Pair("adagrad")
         for number, (mine, whole) in enumerate(pair.batches(range(5), ahead)):
@@ -116,7 +114,9 @@ def a_loss_of_rows_alone(rank: int) -> None:
         pair.close()
 
 
-def too_late(rank: int, stepped: bool) -> None:
+@pytest.mark.parametrize("stepped", [False, True])
+@on_ranks(2)
+def test_gradients_that_come_too_late(rank: int, stepped: bool) -> None:
     """Of calls from before `zero_grad`, and from before a step."""
     pair = Pair()
     first, second = (loss_of(pair.share(step), pair.model, pair.size) for step in (0, 1))
@@ -132,13 +132,8 @@ def too_late(rank: int, stepped: bool) -> None:
         (first if stepped else second).backward()
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-def test_gradients_that_come_too_late(stepped: bool) -> None:
-    collectives.spawn(too_late, 2, args=(stepped,), timeout=60)
-
-
-@case
-def zero_grad_between_the_passes(rank: int) -> None:
+@on_ranks(2)
+def test_zero_grad_between_the_passes(rank: int) -> None:
     for ahead in (True, False):
         pair = Pair("adagrad")
         for mine, whole in pair.batches(range(4), ahead):
@@ -150,8 +145,8 @@ def zero_grad_between_the_passes(rank: int) -> None:
         pair.close()
 
 
-@case
-def several_passes_before_a_step(rank: int) -> None:
+@on_ranks(2)
+def test_several_passes_before_a_step(rank: int) -> None:
     """Two backward passes after two forward passes; without `no_sync`."""
     pair = Pair("sgd")
     for step in (0, 2, 4):
@@ -165,16 +160,14 @@ def several_passes_before_a_step(rank: int) -> None:
     pair.close()
 
 
-@case
-def evaluation_between_steps(rank: int) -> None:
+@on_ranks(2)
+def test_evaluation_between_steps(rank: int) -> None:
     """Also while batches are announced, and of those very batches."""
     pair = Pair("adagrad", lstm)
     held = sentences(7)[0]
     mine_all = [pair.share(step) for step in range(5)]
     for number, mine in enumerate(prefetch(mine_all)):
-        pair.clear()
-        pair.backward(mine, sentences(number))
-        pair.update()
+        pair.step(mine, sentences(number))
         for model in (pair.model, pair.alone):
             model.eval()
         with torch.no_grad():
@@ -190,8 +183,8 @@ def evaluation_between_steps(rank: int) -> None:
     pair.close()
 
 
-@case
-def a_rank_whose_loss_does_not_reach_the_embedding(rank: int) -> None:
+@on_ranks(2)
+def test_a_rank_whose_loss_does_not_reach_the_embedding(rank: int) -> None:
     """Its gradients count as zeros, also in steps that are left out."""
 
     class Sometimes(Linear):
@@ -218,8 +211,8 @@ def a_rank_whose_loss_does_not_reach_the_embedding(rank: int) -> None:
     pair.close()
 
 
-@case
-def clipping(rank: int) -> None:
+@on_ranks(2)
+def test_clipping(rank: int) -> None:
     for norm_type, chained, ahead in ((2.0, True, True), (torch.inf, False, True),
                                       (torch.inf, True, False), (1.0, False, False)):  # fmt: skip
         pair = Pair("sgd", chained=chained)
@@ -237,8 +230,8 @@ def clipping(rank: int) -> None:
         pair.close()
 
 
-@case
-def clipping_of_narrow_tables(rank: int) -> None:
+@on_ranks(2)
+def test_clipping_of_narrow_tables(rank: int) -> None:
     """A rank has no columns; gradients that are clipped once are not sent again."""
     pair = Pair("sgd", partial(linear, width=1), schedule="wfbp")
     for norm_type in (2.0, torch.inf):
@@ -254,8 +247,8 @@ def clipping_of_narrow_tables(rank: int) -> None:
     pair.end()
 
 
-@case
-def learning_rate_schedulers(rank: int) -> None:
+@on_ranks(2)
+def test_learning_rate_schedulers(rank: int) -> None:
     """Rows that are updated later take the rate of their step."""
     for kind in SPARSE:
         pair = Pair(kind)
@@ -264,9 +257,7 @@ def learning_rate_schedulers(rank: int) -> None:
             for optimizer in (*pair.optimizers, *pair.alone_optimizers)
         ]
         for mine, whole in pair.batches(range(6), ahead=True):
-            pair.clear()
-            pair.backward(mine, whole)
-            pair.update()
+            pair.step(mine, whole)
             for scheduler in schedulers:
                 scheduler.step()
         assert pair.optimizers[1].param_groups[0]["lr"] < 0.1 * SPARSE[kind](
@@ -275,8 +266,8 @@ def learning_rate_schedulers(rank: int) -> None:
         pair.close()
 
 
-@case
-def groups_of_parameters(rank: int) -> None:
+@on_ranks(2)
+def test_groups_of_parameters(rank: int) -> None:
     """One SGD with momentum for all but the embedding."""
     pair = Pair("one")
     for inner, optimizers in ((pair.inner, pair.optimizers), (pair.alone, pair.alone_optimizers)):
@@ -290,8 +281,8 @@ def groups_of_parameters(rank: int) -> None:
     pair.close()
 
 
-@case
-def closures(rank: int) -> None:
+@on_ranks(2)
+def test_closures(rank: int) -> None:
     """`step` of each optimizer returns its closure's loss."""
     pair = Pair("sgd")
     pair.backward(pair.share(0), sentences(0))
@@ -302,14 +293,12 @@ def closures(rank: int) -> None:
     pair.close()
 
 
-@case
-def the_weight_is_changed(rank: int) -> None:
+@on_ranks(2)
+def test_the_weight_is_changed(rank: int) -> None:
     """Rows that were fetched before are fetched again."""
     pair = Pair("sgd")
     for number, (mine, whole) in enumerate(pair.batches(range(4), ahead=True)):
-        pair.clear()
-        pair.backward(mine, whole)
-        pair.update()
+        pair.step(mine, whole)
         if number == 1:
             names(pair)
             with torch.no_grad():
@@ -320,8 +309,8 @@ def the_weight_is_changed(rank: int) -> None:
 
 
 # ---- GTopK ---------------------------------------------------------------------------------------
-@case
-def sparse_exchanges(rank: int) -> None:
+@on_ranks(2)
+def test_sparse_exchanges(rank: int) -> None:
     """`GTopK` sends the other parameters; rows are those of a dense exchange."""
     states = []
     for exchange in ("dense", GTopK(1.0)):
@@ -333,8 +322,8 @@ def sparse_exchanges(rank: int) -> None:
     assert apart(*states) < 1e-5
 
 
-@case
-def a_step_that_a_sparse_exchange_skips(rank: int) -> None:
+@on_ranks(2)
+def test_a_step_that_a_sparse_exchange_skips(rank: int) -> None:
     """For a gradient that is not finite, in whichever order the optimizers step."""
     for order in (1, -1):
         pair = Pair(
@@ -349,8 +338,3 @@ def a_step_that_a_sparse_exchange_skips(rank: int) -> None:
             assert same(pair.model.state_dict(), before) == (number == 2)
         assert pair.optimizers[1].state_dict()["state"][0]["step"] == 3
         pair.end()
-
-
-@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
-def test_case(body: Callable[[int], None]) -> None:
-    case.run(body)

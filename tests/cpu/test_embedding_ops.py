@@ -19,7 +19,7 @@ from embedding_training import (
     WORDS,
     Linear,
     Pair,
-    imported,  # noqa: F401
+    imported,
     schedule,
     sentences,
     share,
@@ -28,14 +28,15 @@ from embedding_training import (
 from thread_ranks import ThreadTransport, on_threads
 from torch import nn
 
-from linkweave import DataParallel, ShardedEmbedding, collectives, prefetch
+from linkweave import DataParallel, ShardedEmbedding, prefetch
 from linkweave.collectives.overlap import Network, embedding_ways
 from linkweave.collectives.training.embedding.exchange import columns_of
 from linkweave.collectives.training.embedding.optimizer import RowOptimizer
 from linkweave.collectives.training.embedding.schedule import prior_rows
 from linkweave.collectives.training.stepping import stepper_of
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 STEPS = 3
 ALONE = threading.Lock()
 """While a rank draws initial values by the generator of all."""
@@ -148,7 +149,8 @@ def test_prior_rows() -> None:
 
 
 # ---- beside dense gradients ----------------------------------------------------------------------
-def times(rank: int) -> None:
+@on_ranks(2)
+def test_the_order_under_a_chained_schedule(rank: int) -> None:
     """Delayed rows and the next tokens travel beside the passes, prior rows before dense ops."""
     pair = Pair()
     pair.train(*range(4))
@@ -161,12 +163,9 @@ def times(rank: int) -> None:
     pair.close()
 
 
-def test_the_order_under_a_chained_schedule() -> None:
-    collectives.spawn(times, 2, timeout=60)
-
-
-def one_rank_waits(rank: int) -> None:
-    """It waits for dense gradients, while the others wait for its next forward pass."""
+@on_ranks(2)
+def test_a_rank_may_wait_for_dense_gradients(rank: int) -> None:
+    """Meanwhile the others wait for its next forward pass."""
     for ahead in (True, False):
         pair = Pair()
         for mine, _ in pair.batches(range(4), ahead):
@@ -176,17 +175,14 @@ def one_rank_waits(rank: int) -> None:
         pair.end()
 
 
-def test_a_rank_may_wait_for_dense_gradients() -> None:
-    collectives.spawn(one_rank_waits, 2, timeout=60)
-
-
 def test_columns() -> None:
     assert columns_of(5, 3) == [2, 2, 1]
     assert columns_of(2, 4) == [1, 1, 0, 0]
     assert [sum(columns_of(WIDTH, size)) for size in range(1, 9)] == [WIDTH] * 8
 
 
-def sent_in_a_step(rank: int) -> int:
+@on_ranks(2, 4)
+def test_as_many_bytes_as_predicted(rank: int, size: int) -> None:
     """By a rank with 10 distinct rows of 100 x 8 float32."""
     table = ShardedEmbedding(100, 8)
     model = nn.Sequential(table, nn.Linear(8, 1))
@@ -195,16 +191,10 @@ def sent_in_a_step(rank: int) -> int:
     trained(torch.arange(10) * (rank + 1)).sum().backward()
     optimizer.step()
     trained.close()
-    sent = sum(op.nbytes for op in table.ops)
-    table.close()
-    return sent
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_as_many_bytes_as_predicted(size: int) -> None:
     ways = embedding_ways(Network(0.0, 1.0, workers=size), 100, 8, 10)
     (predicted,) = (way.nbytes for way in ways if way.name == "alltoall")
-    assert collectives.spawn(sent_in_a_step, size) == [predicted] * size
+    assert sum(op.nbytes for op in table.ops) == predicted
+    table.close()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import pickle
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from embedding_training import (
     WORDS,
     Pair,
     built,
-    imported,  # noqa: F401
+    imported,
     linear,
     lstm,
     optimizers_for,
@@ -28,23 +27,20 @@ from embedding_training import (
 )
 from torch import nn
 from training_models import apart, copied, error_of, on_all, same
-from training_pair import Cases
 
 from linkweave import ShardedEmbedding, collectives, prefetch
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
-case = Cases()
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 
 
 # ---- the model -----------------------------------------------------------------------------------
-@case
-def states_are_those_of_one_process(rank: int) -> None:
+@on_ranks(2)
+def test_states_are_those_of_one_process(rank: int) -> None:
     """They load into it and from it, right after a step."""
     pair = Pair("sparse adam")
     for number, (mine, whole) in enumerate(pair.batches(range(4), ahead=True)):
-        pair.clear()
-        pair.backward(mine, whole)
-        pair.update()
+        pair.step(mine, whole)
         state = pair.model.state_dict()
         assert list(state) == list(pair.alone.state_dict())
         assert state["words.weight"].shape == (WORDS, WIDTH)
@@ -61,8 +57,8 @@ def states_are_those_of_one_process(rank: int) -> None:
     pair.close()
 
 
-@case
-def parts_of_states(rank: int) -> None:
+@on_ranks(2)
+def test_parts_of_states(rank: int) -> None:
     """Of the embedding itself; with `assign`; of another shape; without its weight."""
     torch.manual_seed(1)
     embedding = ShardedEmbedding(WORDS, WIDTH)
@@ -90,8 +86,8 @@ def parts_of_states(rank: int) -> None:
     embedding.close()
 
 
-@case
-def the_state_does_not_change_later(rank: int) -> None:
+@on_ranks(2)
+def test_the_state_does_not_change_later(rank: int) -> None:
     pair = Pair("sgd")
     pair.train(0, 1)
     state = pair.model.state_dict()
@@ -101,8 +97,8 @@ def the_state_does_not_change_later(rank: int) -> None:
     pair.close()
 
 
-@case
-def dtypes_and_constructions(rank: int) -> None:
+@on_ranks(2)
+def test_dtypes_and_constructions(rank: int) -> None:
     """Float64 at once or later; the default dtype."""
     torch.manual_seed(1)
     later = ShardedEmbedding(WORDS, WIDTH).double()
@@ -115,8 +111,8 @@ def dtypes_and_constructions(rank: int) -> None:
     torch.set_default_dtype(torch.float32)
 
 
-@case
-def copies_are_refused(rank: int) -> None:
+@on_ranks(2)
+def test_copies_are_refused(rank: int) -> None:
     pair = Pair("sgd")
     words = (
         "a ShardedEmbedding cannot be copied, as its columns are on all ranks: construct another"
@@ -128,8 +124,8 @@ def copies_are_refused(rank: int) -> None:
     pair.close()
 
 
-@case
-def a_closed_training_may_be_followed_by_another(rank: int) -> None:
+@on_ranks(2)
+def test_a_closed_training_may_be_followed_by_another(rank: int) -> None:
     pair = Pair("sparse adam")
     kinds = [type(optimizer) for optimizer in pair.alone_optimizers]
     for _ in range(2):
@@ -144,8 +140,8 @@ def a_closed_training_may_be_followed_by_another(rank: int) -> None:
     pair.close()
 
 
-@case
-def close_completes_the_last_step(rank: int) -> None:
+@on_ranks(2)
+def test_close_completes_the_last_step(rank: int) -> None:
     """Also rows that nobody needs next."""
     pair = Pair("sgd")
     for mine, _ in pair.batches(range(2), ahead=True):
@@ -212,8 +208,8 @@ def test_training_is_resumed(kind: str) -> None:
     assert apart(alone(kind, saved), end) < 1e-12
 
 
-@case
-def optimizer_states_are_those_of_one_process(rank: int) -> None:
+@on_ranks(2)
+def test_optimizer_states_are_those_of_one_process(rank: int) -> None:
     for kind in SPARSE:
         pair = Pair(kind)
         pair.train(0, 1, 2)
@@ -236,8 +232,8 @@ def optimizer_states_are_those_of_one_process(rank: int) -> None:
         pair.close()
 
 
-@case
-def a_state_of_the_start_is_loaded(rank: int) -> None:
+@on_ranks(2)
+def test_a_state_of_the_start_is_loaded(rank: int) -> None:
     """One without entries."""
     for kind in SPARSE:
         pair = Pair(kind)
@@ -250,8 +246,3 @@ def a_state_of_the_start_is_loaded(rank: int) -> None:
                 optimizer.load_state_dict(copy.deepcopy(state))
         pair.train(2, 3)
         pair.close()
-
-
-@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
-def test_case(body: Callable[[int], None]) -> None:
-    case.run(body)

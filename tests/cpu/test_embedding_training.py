@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
-from embedding_training import (
-    SPARSE,
-    WIDTH,
-    WORDS,
-    Make,
-    Pair,
-    built,
-    imported,  # noqa: F401
-    lstm,
-    plain,
-    transformer,
-    weights_of,
-)
+from embedding_training import SPARSE, WIDTH, WORDS, Pair, built, imported, lstm, plain, transformer
 from training_models import apart, same
 
 import linkweave
 from linkweave import ShardedEmbedding, collectives
 from linkweave.collectives.training.embedding import sharded
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 MODELS = {"lstm": lstm, "transformer": transformer}
 EVERY = [(name, kind) for name in MODELS for kind in (*SPARSE, "one")]
 
@@ -57,7 +46,8 @@ def test_training_is_that_of_one_process(
     collectives.spawn(as_one_process, size, args=(cases, steps), timeout=60)
 
 
-def itself(rank: int) -> None:
+@on_ranks(2)
+def test_the_model_is_an_embedding(rank: int) -> None:
     whole = torch.nn.Embedding(WORDS, WIDTH, dtype=torch.float64)
     torch.nn.init.constant_(whole.weight, 0.5)
     mine = ShardedEmbedding(WORDS, WIDTH, dtype=torch.float64)
@@ -75,13 +65,10 @@ def itself(rank: int) -> None:
         assert torch.equal(model.module.state_dict()["weight"], whole.weight)
 
 
-def test_the_model_is_an_embedding() -> None:
-    collectives.spawn(itself, 2, timeout=60)
-
-
-def by_schedule(rank: int, made: Any) -> None:
+@on_ranks(2, order="fixed")
+def test_schedules_change_nothing(rank: int) -> None:
     states = []
-    for policy, chained in made:
+    for policy, chained in product(("c-cube", "us-byte", "wfbp", "asc-wfbp"), (True, False)):
         pair = Pair("sparse adam", lstm, chained, policy)
         pair.train(*range(4))
         assert pair.model.program.chained == chained
@@ -90,13 +77,8 @@ def by_schedule(rank: int, made: Any) -> None:
     assert {policy for policy, streamed, _ in states if streamed} == {"c-cube"}
 
 
-def test_schedules_change_nothing() -> None:
-    made = [(policy, chained) for policy in ("c-cube", "us-byte", "wfbp", "asc-wfbp")
-            for chained in (True, False)]  # fmt: skip
-    collectives.spawn(by_schedule, 2, args=(made,), timeout=60, order="fixed")
-
-
-def measured(rank: int) -> None:
+@on_ranks(2)
+def test_schedules_that_are_measured(rank: int) -> None:
     for name in ("auto", "c-cube"):
         pair = Pair("adagrad", schedule=name)
         pair.train(*range(24))
@@ -104,11 +86,8 @@ def measured(rank: int) -> None:
         pair.close()
 
 
-def test_schedules_that_are_measured() -> None:
-    collectives.spawn(measured, 2, timeout=60)
-
-
-def as_float32(rank: int) -> None:
+@on_ranks(3)
+def test_float32(rank: int) -> None:
     states = []
     for ahead in (True, False):
         pair = Pair("sparse adam", lstm, dtype=torch.float32)
@@ -119,22 +98,13 @@ def as_float32(rank: int) -> None:
     assert same(*states)
 
 
-def test_float32() -> None:
-    collectives.spawn(as_float32, 3, timeout=60)
-
-
 # ---- initial values ------------------------------------------------------------------------------
-def initial(rank: int, make: Make) -> None:
-    found, want = built(make, ShardedEmbedding), built(make, plain)
+@on_ranks(1, 2, 7)
+def test_initial_values_are_those_of_one_process(rank: int) -> None:
+    found, want = built(lstm, ShardedEmbedding), built(lstm, plain)
     assert same(found.state_dict(), want.state_dict())
-    (weight,) = weights_of(found)
     first, stop = found.words.columns
-    assert torch.equal(weight, want.words.weight[:, first:stop])
-
-
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_initial_values_are_those_of_one_process(size: int) -> None:
-    collectives.spawn(initial, size, args=(lstm,), timeout=60)
+    assert torch.equal(found.words.weight, want.words.weight[:, first:stop])
 
 
 @pytest.mark.parametrize("rows", [64, 65, 70, 127, 128, 129, 199])

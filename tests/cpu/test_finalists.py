@@ -8,14 +8,7 @@ import pytest
 
 from linkweave.collectives import overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
-from linkweave.collectives.training.tuner import (
-    FINALISTS,
-    SPARSE,
-    at_once,
-    finalists,
-    sent,
-    unchained,
-)
+from linkweave.collectives.training import tuner
 
 SLOW = Network(2e-3, 1.2e-8, 1.5, 4)
 FAST = Network(1e-6, 1e-13)
@@ -37,36 +30,38 @@ def seconds(schedule: Schedule) -> float:
 
 @pytest.mark.parametrize("network", [SLOW, FAST])
 def test_models_that_chain(network: Network) -> None:
-    few, best, apart, ddp, last = finalists(profile(), network)
+    few, best, apart, ddp, last = tuner.finalists(profile(), network)
     assert len(few.communications) <= len(best.communications)
     assert network == FAST or len(few.communications) < len(best.communications)
     assert seconds(best) <= seconds(few) * (1 + 1e-9)
     assert not apart.chained
     assert not any(c.streamed for c in apart.communications)
     assert ddp == overlap.plan(profile(), network, "ddp")
-    assert last == at_once(profile(), network)
+    assert last == tuner.at_once(profile(), network)
     assert {one.network for one in (best, ddp, last)} == {network}
     assert few.network == apart.network == replace(network, overhead_s=few.network.overhead_s)
     assert "planned as if each all-reduce took" in few.note
-    one = next(finalists(profile(), network, 1e6))  # each takes more than all can gain
+    one = next(tuner.finalists(profile(), network, 1e6))  # each takes more than all can gain
     assert len(one.communications) == 1
 
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_models_that_cannot_chain(sparse: bool) -> None:
-    made = list(finalists(profile(), SLOW, chains=False, sparse=sparse))
-    assert len(made) == FINALISTS - 1
+    made = list(tuner.finalists(profile(), SLOW, chains=False, sparse=sparse))
+    assert len(made) == tuner.FINALISTS - 1
     assert not any(one.chained or any(c.streamed for c in one.communications) for one in made)
     few, best = made[:2]
     assert len(few.communications) <= len(best.communications)
     assert seconds(best) <= min(map(seconds, made)) + 1e-12
     if sparse:
-        assert {one.policy for one in made[:3]} <= {*SPARSE}
+        assert {one.policy for one in made[:3]} <= {*tuner.SPARSE}
 
 
 def test_a_streamed_schedule_that_is_not_chained_is_all_at_once() -> None:
     streamed = overlap.plan(profile(), SLOW, "c-cube")
     assert [c.streamed for c in streamed.communications] == [True]
-    assert sent(streamed) != sent(replace(streamed, chained=False))
-    assert sent(replace(streamed, chained=False)) != sent(at_once(profile(), SLOW))
-    assert sent(unchained(streamed)) == sent(at_once(profile(), SLOW))
+    assert tuner.sent(streamed) != tuner.sent(replace(streamed, chained=False))
+    assert tuner.sent(replace(streamed, chained=False)) != tuner.sent(
+        tuner.at_once(profile(), SLOW)
+    )
+    assert tuner.sent(tuner.unchained(streamed)) == tuner.sent(tuner.at_once(profile(), SLOW))

@@ -18,6 +18,7 @@ from linkweave.collectives.training.embedding.exchange import RowExchange
 from linkweave.collectives.training.embedding.optimizer import RowOptimizer
 from linkweave.collectives.training.embedding.sharded import ShardedEmbedding
 from linkweave.collectives.training.gtopk.exchange import SparseAverage
+from linkweave.collectives.training.gtopk.options import GTopK
 from linkweave.kernels.embedding import cpu as rows_cpu
 from linkweave.kernels.embedding import gpu as rows_gpu
 from linkweave.kernels.embedding import steps as rows
@@ -30,13 +31,14 @@ def averages(seed: int, mode: str, conserve: bool, transport: ThreadTransport) -
     rng = np.random.default_rng([seed, transport.rank])
     dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
     counts, found = [50 + seed, 7, 300], []
-    average, residual = SparseAverage(transport, mode, conserve), torch.zeros(sum(counts))
+    spec = GTopK(0.02, mode=mode, conserve=conserve)
+    average, residual = SparseAverage(transport, spec), torch.zeros(sum(counts))
     for step in range(4):
         g = rng.standard_normal(len(residual)).astype(np.float32)
         if step == 2 and transport.rank == 1:
             g[rng.integers(0, len(g), 40)] = rng.choice([np.nan, np.inf])
         x = torch.from_numpy(g).to(dtype)
-        sent = average(0, x, residual, counts, 0.02)
+        sent = average(0, x, residual, counts, step)
         assert bool(sent.fine) is (step != 2)
         for y in (x.float(), residual):
             y.nan_to_num_(7, 8, 9)  # of a NaN the payload may differ

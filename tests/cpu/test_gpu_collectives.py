@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, failure, gpus, queues, tensor
+from gpu_ranks import MODES, Machine, failure, gpus, on_gpus, queues, tensor
 from host_gpu import HostDevice, HostTensor, needs_compiler
 
 from linkweave import collectives
@@ -97,7 +97,8 @@ def test_every_collective(mode: str, size: int, machine: Machine) -> None:
     assert found == [[]] * size
 
 
-def every_dtype(rank: int, size: int) -> None:
+@on_gpus(3, "threads on one GPU", "a process a GPU")
+def test_every_dtype_in_both_protocols(rank: int, size: int) -> None:
     for dtype in DTYPES:
         for n in (0, 1, 331, 30_011):
             x = tensor(values(rank, n, dtype), dtype)
@@ -122,11 +123,6 @@ def every_dtype(rank: int, size: int) -> None:
             assert x.array.tolist() == want.tolist(), (op, dtype)
 
 
-@pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
-def test_every_dtype_in_both_protocols(mode: str, machine: Machine) -> None:
-    collectives.spawn(every_dtype, 3, "mesh-3", (3,), **MODES[mode])
-
-
 def same_bits(rank: int, algorithm: str) -> tuple[bytes, bytes]:
     given = np.random.default_rng(rank).standard_normal(30_011).astype(np.float32)
     comm = get_default()
@@ -142,7 +138,10 @@ def test_the_same_bits_as_on_the_cpu(algorithm: str, machine: Machine) -> None:
     assert len({bits for pair in found for bits in pair}) == 1
 
 
-def on_two_streams(rank: int) -> list[float]:
+@queues
+@on_gpus(2)
+def test_calls_on_several_streams_come_one_after_another(rank: int) -> None:
+    """Each call doubles what the one before has left, averages but for every fourth."""
     comm = get_default()
     x = tensor([1.0] * 100)
     for i in range(12):
@@ -150,21 +149,15 @@ def on_two_streams(rank: int) -> list[float]:
         if i % 4 == 3:
             comm.allreduce(x, op="avg", async_op=True)
     comm.synchronize()
-    return x.array[:2].tolist()
-
-
-@queues
-@pytest.mark.parametrize("mode", MODES)
-def test_calls_on_several_streams_come_one_after_another(mode: str, machine: Machine) -> None:
-    """Each call doubles what the one before has left, averages but for every fourth."""
-    assert collectives.spawn(on_two_streams, 2, "mesh-2", **MODES[mode]) == [[4096.0] * 2] * 2
+    assert x.array[:2].tolist() == [4096.0] * 2
 
 
 def what_is_said(call: Any) -> str:
     return str(failure(call) or "no error")
 
 
-def under_capture(rank: int, machine: Machine) -> list[str]:
+@on_gpus(2, "processes on one GPU")
+def test_what_needs_the_other_ranks_is_not_captured(rank: int, machine: Machine) -> None:
     comm = get_default()
     device = machine.ours()[0]
     known, unknown = tensor([1.0] * 5), tensor([1.0] * 7)
@@ -181,18 +174,13 @@ def under_capture(rank: int, machine: Machine) -> list[str]:
     ]
     device.synchronise(9)
     device.captured.clear()
-    return said
-
-
-def test_what_needs_the_other_ranks_is_not_captured(machine: Machine) -> None:
-    for said in collectives.spawn(under_capture, 2, "mesh-2", (machine,), device="cuda:0"):
-        assert said[0] == "no error"
-        assert said[1] == (
-            "this call is the first allreduce(7 x float32, sum, auto) on the GPU, which all "
-            "ranks agree on, and cannot be captured into a graph: make it once before"
-        )
-        assert "is the first allgather(10 x float32 in all) on the GPU" in said[2]
-        assert "of shape (1, 5)" in said[3]
+    assert said[0] == "no error"
+    assert said[1] == (
+        "this call is the first allreduce(7 x float32, sum, auto) on the GPU, which all "
+        "ranks agree on, and cannot be captured into a graph: make it once before"
+    )
+    assert "is the first allgather(10 x float32 in all) on the GPU" in said[2]
+    assert "of shape (1, 5)" in said[3]
 
 
 class OnGpu(HostTensor):
@@ -220,7 +208,8 @@ def by_tensors(comm: Any, rank: int, size: int) -> None:
         assert whole.array.reshape(-1).tolist() == [to, to]
 
 
-def uneven(rank: int, size: int) -> list[str]:
+@on_gpus(3)
+def test_uneven_rows(rank: int, size: int) -> None:
     """Rows of 3, of which ranks give and get different numbers, some none."""
     comm = get_default()
     for salt in range(4):
@@ -251,59 +240,43 @@ def uneven(rank: int, size: int) -> list[str]:
     comm.allreduce(x)
     comm.synchronize()
     assert x.array.tolist() == [[size], [2 * size]]
-    return said
+    assert "in_splits adds up to 3 rows, for a tensor of shape (2, 1)" in said[0]
+    assert said[1] == (
+        "out_splits of rank 1 says [2, 0, 0] rows come, by rank; the ranks send [0, 0, 0]"
+    )
+    assert said[2] == "out of rank 0 has room for 9 rows; 6 come, by rank [2, 2, 2]"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_uneven_rows(mode: str, machine: Machine) -> None:
-    for said in collectives.spawn(uneven, 3, "mesh-3", (3,), **MODES[mode]):
-        assert "in_splits adds up to 3 rows, for a tensor of shape (2, 1)" in said[0]
-        assert said[1] == (
-            "out_splits of rank 1 says [2, 0, 0] rows come, by rank; the ranks send [0, 0, 0]"
-        )
-        assert said[2] == "out of rank 0 has room for 9 rows; 6 come, by rank [2, 2, 2]"
-
-
-def differing(rank: int) -> list[Any]:
+@on_gpus(3)
+def test_first_calls_that_differ_raise_everywhere_and_move_nothing(rank: int) -> None:
     comm = get_default()
     said = what_is_said(lambda: comm.allreduce(tensor([1.0] * (4 + rank // 2))))
     comm.allreduce(x := tensor([1.0] * 4))
     comm.synchronize()
-    return [said, x.array.tolist()]
+    after = x.array.tolist()
+    assert "ranks [0, 1]: allreduce(4 x float32, sum, auto) on the GPU" in said
+    assert "ranks [2]: allreduce(5 x float32, sum, auto) on the GPU" in said
+    assert after == [3.0] * 4
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_first_calls_that_differ_raise_everywhere_and_move_nothing(
-    mode: str, machine: Machine
-) -> None:
-    for said, after in collectives.spawn(differing, 3, "mesh-3", **MODES[mode]):
-        assert "ranks [0, 1]: allreduce(4 x float32, sum, auto) on the GPU" in said
-        assert "ranks [2]: allreduce(5 x float32, sum, auto) on the GPU" in said
-        assert after == [3.0] * 4
-
-
-def known_but_differing(rank: int) -> list[Any]:
+@on_gpus(3, "threads on one GPU")
+def test_threads_notice_known_calls_that_differ(rank: int) -> None:
     comm = get_default()
     for n in (4, 5):
         comm.allreduce(tensor([1.0] * n))
     said = what_is_said(lambda: comm.allreduce(tensor([1.0] * (4 + rank // 2))))
     comm.allreduce(x := tensor([1.0] * 4))
     comm.synchronize()
-    return [said, x.array.tolist()]
+    after = x.array.tolist()
+    assert said == (
+        "the ranks' calls on the GPU differ: ranks [0, 1]: allreduce(4 x float32, sum, "
+        "auto) on the GPU; ranks [2]: allreduce(5 x float32, sum, auto) on the GPU"
+    )
+    assert after == [3.0] * 4
 
 
-def test_threads_notice_known_calls_that_differ(machine: Machine) -> None:
-    for said, after in collectives.spawn(
-        known_but_differing, 3, "mesh-3", **MODES["threads on one GPU"]
-    ):
-        assert said == (
-            "the ranks' calls on the GPU differ: ranks [0, 1]: allreduce(4 x float32, sum, "
-            "auto) on the GPU; ranks [2]: allreduce(5 x float32, sum, auto) on the GPU"
-        )
-        assert after == [3.0] * 4
-
-
-def refused(rank: int) -> list[str]:
+@on_gpus(2, "threads on one GPU", "processes on one GPU")
+def test_bad_input_is_refused_and_leaves_the_ranks_in_step(rank: int) -> None:
     comm = get_default()
     x = tensor([1.0] * 4)
     frozen = tensor([1.0] * 4)
@@ -323,29 +296,24 @@ def refused(rank: int) -> list[str]:
     comm.allreduce(x)
     comm.synchronize()
     assert x.array.tolist() == [2.0] * 4
-    return said
+    assert said == [
+        "this call runs on GPU 0; the tensor is on the CPU",
+        "unsupported dtype complex64; choose from float32, float64, float16, bfloat16, "
+        "float8_e4m3fn, float8_e5m2, int8, uint8, int32, int64, bool",
+        "the array is read-only; a collective writes its result into it",
+        "a contiguous array is needed, not one of strides (8,)",
+        "unknown op 'mean'; choose from sum, avg, min, max, prod, and, or, xor",
+        "out is needed for results of type HostTensor",
+        "this call runs on GPU 0; the tensor is on the CPU",
+        "alltoall splits rows over 2 ranks: the first dimension must be a multiple of that, "
+        "not of shape (5,)",
+        f"rank {rank} runs on GPU 0; the tensor is on GPU 3",
+        "or is not defined for float32; choose from sum, avg, min, max, prod",
+    ]
 
 
-@pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
-def test_bad_input_is_refused_and_leaves_the_ranks_in_step(mode: str, machine: Machine) -> None:
-    for rank, said in enumerate(collectives.spawn(refused, 2, "mesh-2", **MODES[mode])):
-        assert said == [
-            "this call runs on GPU 0; the tensor is on the CPU",
-            "unsupported dtype complex64; choose from float32, float64, float16, bfloat16, "
-            "float8_e4m3fn, float8_e5m2, int8, uint8, int32, int64, bool",
-            "the array is read-only; a collective writes its result into it",
-            "a contiguous array is needed, not one of strides (8,)",
-            "unknown op 'mean'; choose from sum, avg, min, max, prod, and, or, xor",
-            "out is needed for results of type HostTensor",
-            "this call runs on GPU 0; the tensor is on the CPU",
-            "alltoall splits rows over 2 ranks: the first dimension must be a multiple of that, "
-            "not of shape (5,)",
-            f"rank {rank} runs on GPU 0; the tensor is on GPU 3",
-            "or is not defined for float32; choose from sum, avg, min, max, prod",
-        ]
-
-
-def mixed(rank: int) -> list[float]:
+@on_gpus(2, "threads on one GPU", "processes on one GPU")
+def test_calls_on_the_cpu_and_on_the_gpu_keep_their_order(rank: int) -> None:
     """Calls on the CPU under way when the first one on the GPU brings the ranks together."""
     comm = get_default()
     cpu = np.full(300_000, 1, np.float32)
@@ -357,12 +325,7 @@ def mixed(rank: int) -> list[float]:
         assert work is not None
         work.wait()
     comm.synchronize()
-    return [*x.array[:1].tolist(), float(cpu[0]), float(cpu[-1])]
-
-
-@pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
-def test_calls_on_the_cpu_and_on_the_gpu_keep_their_order(mode: str, machine: Machine) -> None:
-    assert collectives.spawn(mixed, 2, "mesh-2", **MODES[mode]) == [[2.0, 16.0, 16.0]] * 2
+    assert [*x.array[:1].tolist(), float(cpu[0]), float(cpu[-1])] == [2.0, 16.0, 16.0]
 
 
 def with_a_cap(rank: int, machine: Machine) -> tuple[str, list[int]]:
@@ -444,7 +407,8 @@ def test_the_rank_that_fails_is_the_one_that_is_raised(
     assert caught.value.__notes__[0].startswith("rank 1:\n")
 
 
-def along_pairs(rank: int) -> bool:
+@on_gpus(3, timeout=100)
+def test_messages_along_pairs(rank: int) -> None:
     comm = get_default()
     for pairs in ([(0, 2)], [(1, 0)], [(2, 1)]):
         x = tensor(values(rank, 300, "int32"), "int32")
@@ -452,16 +416,11 @@ def along_pairs(rank: int) -> bool:
         comm.synchronize()
         ((source, target),) = pairs
         assert (x.array == values(source if rank == target else rank, 300, "int32")).all()
-    return True
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_messages_along_pairs(mode: str, machine: Machine) -> None:
-    found = collectives.spawn(along_pairs, 3, "mesh-3", timeout=100, **MODES[mode])
-    assert found == [True] * 3
-
-
-def known_counts(rank: int, counts: list[list[int]]) -> bool:
+@pytest.mark.parametrize("counts", [[[3, 0, 5], [1, 2, 3], [0, 0, 0]], [[0] * 3] * 3])
+@on_gpus(3, "threads on one GPU", "a process a GPU", timeout=100)
+def test_rows_of_which_all_ranks_know_the_counts(rank: int, counts: list[list[int]]) -> None:
     comm = get_default()
     given = np.concatenate([np.full(n, 10 * rank + to) for to, n in enumerate(counts[rank])])
     x = tensor(given, "int32")
@@ -469,14 +428,4 @@ def known_counts(rank: int, counts: list[list[int]]) -> bool:
     comm.exchange(x, counts, got)
     comm.synchronize()
     want = np.concatenate([np.full(row[rank], 10 * r + rank) for r, row in enumerate(counts)])
-    return bool((got.array == want).all())
-
-
-@pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
-@pytest.mark.parametrize("counts", [[[3, 0, 5], [1, 2, 3], [0, 0, 0]], [[0] * 3] * 3])
-def test_rows_of_which_all_ranks_know_the_counts(
-    mode: str, counts: list[list[int]], machine: Machine
-) -> None:
-    arguments = (counts,)
-    found = collectives.spawn(known_counts, 3, "mesh-3", arguments, timeout=100, **MODES[mode])
-    assert found == [True] * 3
+    assert (got.array == want).all()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gpu_ranks import MODES, Machine, failure, tensor
+from gpu_ranks import MODES, Machine, on_gpus, said, tensor
 from host_gpu import CURRENT, HostDevice, needs_compiler
 
 from linkweave import collectives
@@ -16,11 +16,6 @@ from linkweave.collectives.calls.communicator import get_default
 
 pytestmark = needs_compiler
 FAULT = "cudaErrorIllegalAddress: an illegal memory access"
-
-
-def said(call: Callable[[], Any]) -> str:
-    error = failure(call)
-    return f"{type(error).__name__}: {error}" if error else "no error"
 
 
 def ready(machine: Machine) -> tuple[Any, Any, HostDevice]:
@@ -32,7 +27,11 @@ def ready(machine: Machine) -> tuple[Any, Any, HostDevice]:
     return comm, x, machine(CURRENT.index)
 
 
-def dies(rank: int, machine: Machine, when: str) -> tuple[list[str], float]:
+@pytest.mark.parametrize("when", ["before a call", "in a call"])
+@on_gpus(3, timeout=200)
+def test_the_first_error_is_named_and_closing_hides_nothing(
+    rank: int, machine: Machine, when: str, mode: str
+) -> None:
     comm, x, device = ready(machine)
     start = time.monotonic()
     if rank == 1:
@@ -42,25 +41,16 @@ def dies(rank: int, machine: Machine, when: str) -> tuple[list[str], float]:
             device._enqueue(0, lambda: device.die(FAULT))
     found = [said(lambda: [comm.allreduce(x), comm.synchronize()]),
              said(lambda: [comm.allreduce(x), comm.synchronize()]), said(comm.close)]  # fmt: skip
-    return found, time.monotonic() - start
-
-
-@pytest.mark.parametrize("when", ["before a call", "in a call"])
-@pytest.mark.parametrize("mode", MODES)
-def test_the_first_error_is_named_and_closing_hides_nothing(
-    mode: str, when: str, machine: Machine
-) -> None:
-    found = collectives.spawn(dies, 3, "mesh-3", (machine, when), timeout=200, **MODES[mode])
+    assert time.monotonic() - start < 100  # of 200
+    first, then, closing = found
     gpu = int(mode.startswith("a "))  # where rank 1 runs
-    for rank, ((first, then, closing), seconds) in enumerate(found):
-        named = re.fullmatch(rf"CollectiveError: (rank \d on )?GPU {gpu}: {FAULT}", first)
-        if rank == 1 and mode != "threads on one GPU":
-            assert named, first
-        told = then if first == "no error" else first
-        assert named or re.search(r"rank \d raised an exception", told), told
-        assert first == "no error" or then.startswith("CollectiveError: this communicator failed b")
-        assert closing == "no error"
-        assert seconds < 100  # of 200
+    named = re.fullmatch(rf"CollectiveError: (rank \d on )?GPU {gpu}: {FAULT}", first)
+    if rank == 1 and mode != "threads on one GPU":
+        assert named, first
+    told = then if first == "no error" else first
+    assert named or re.search(r"rank \d raised an exception", told), told
+    assert first == "no error" or then.startswith("CollectiveError: this communicator failed b")
+    assert closing == "no error"
 
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {

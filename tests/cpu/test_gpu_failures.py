@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Choosy, Machine, failure, gpus, plain, tensor
-from host_gpu import HostDevice, HostTensor, needs_compiler
+from gpu_ranks import MODES, Choosy, Machine, Numbered, failure, gpus, on_gpus, tensor
+from host_gpu import HostTensor, needs_compiler
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
@@ -131,12 +131,15 @@ def test_threads_say_which_one_is_missing(machine: Machine) -> None:
     assert all("rank 1" in text for text in found)
 
 
-def again(rank: int, path: str, machine: Machine) -> list[float]:
+@on_gpus(2, "a process a GPU", topology="auto")
+def test_communicators_are_made_again_after_a_failure(
+    rank: int, tmp_path: Path, machine: Machine
+) -> None:
     import torch.distributed as dist
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2
+        "gloo", store=dist.FileStore(f"{tmp_path}/store", 2), rank=rank, world_size=2
     )
     made = []
     for attempt in range(3):
@@ -159,12 +162,7 @@ def again(rank: int, path: str, machine: Machine) -> list[float]:
         comm.close()
         dist.barrier()
         assert not machine.left()
-    return made
-
-
-def test_communicators_are_made_again_after_a_failure(machine: Machine, tmp_path: Path) -> None:
-    arguments = (str(tmp_path), machine)
-    assert collectives.spawn(again, 2, args=arguments, device="cuda") == [[0.0, 2.0, 4.0]] * 2
+    assert made == [0.0, 2.0, 4.0]
 
 
 class Walled(Choosy):
@@ -315,21 +313,14 @@ def test_ranks_that_share_a_gpu_plan_on_a_mesh_and_are_told(
     assert log.read_text().count("ranks [0, 1] run on one GPU (0000:00:00.0, ") == 1
 
 
-def deadlines(rank: int) -> list[float]:
+@pytest.mark.parametrize(("timeout", "found"), [(None, [30, 600, 600, 600]), (99.0, [99] * 4)])
+@on_gpus(2, "processes on one GPU", "threads on one GPU", params=["timeout"])
+def test_ranks_with_gpus_wait_longer_unless_told(rank: int, found: list[float]) -> None:
     comm = get_default()
-    found = [comm.timeout]
+    told = [comm.timeout]
     comm.allreduce(tensor([1.0]))
-    found += [comm.timeout, comm._gpu.team.gpu.timeout]  # type: ignore[union-attr]
-    return [*found, comm.split(0).timeout]
-
-
-@pytest.mark.parametrize("mode", ["processes on one GPU", "threads on one GPU"])
-@pytest.mark.parametrize(("asked", "found"), [(None, [30, 600, 600, 600]), (99.0, [99] * 4)])
-def test_ranks_with_gpus_wait_longer_unless_told(
-    asked: float | None, found: list[float], mode: str, machine: Machine
-) -> None:
-    told = collectives.spawn(deadlines, 2, "mesh-2", timeout=asked, **MODES[mode])
-    assert told == [found] * 2
+    told += [comm.timeout, comm._gpu.team.gpu.timeout]  # type: ignore[union-attr]
+    assert [*told, comm.split(0).timeout] == found
 
 
 def late_and_told(rank: int, log: Path) -> list[float]:
@@ -381,7 +372,7 @@ def most_blocks(rank: int, machine: Machine) -> tuple[float, float]:
 
 
 def test_processes_that_share_a_gpu_fit_on_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpus(monkeypatch, lambda index: plain(index, multiprocessors=5)) as machine:
+    with gpus(monkeypatch, lambda index: Numbered(index, multiprocessors=5)) as machine:
         alone = collectives.spawn(most_blocks, 2, "mesh-2", (machine,), device="cuda")
         shared = collectives.spawn(most_blocks, 2, "mesh-2", (machine,), device="cuda:0")
     assert min(blocks for blocks, _ in alone) > 0.5
@@ -397,11 +388,11 @@ def test_a_machine_without_a_map_is_a_mesh(
     assert log.read_text().count("assuming a mesh") == 1
 
 
-class Apart(HostDevice):
+class Apart(Numbered):
     """GPU 1 reaches GPU 0, but not the other way round."""
 
     def __init__(self, index: int) -> None:
-        super().__init__(17, index=index, bus_id=f"0000:0{index}:00.0")
+        super().__init__(index)
         self.large: list[int] = []
 
     def enable_peer_access(self, peer: int) -> bool:
@@ -448,21 +439,15 @@ def test_gpus_of_one_process_without_peer_access_are_refused_where_that_is_said(
                           **MODES["a thread a GPU"])  # fmt: skip
 
 
-def closes_early(rank: int) -> str:
+@on_gpus(2, "processes on one GPU", timeout=60)
+def test_a_rank_that_closes_early_keeps_nobody_for_ever(rank: int) -> None:
     comm = get_default()
     comm.allreduce(x := tensor([1.0]))
     comm.synchronize()
     hurry(comm, 1)
     if rank == 0:
         comm.close()
-        return "closed"
+        return
     time.sleep(0.5)
-    return str(failure(lambda: [comm.allreduce(HostTensor(x.array)), comm.synchronize()]))
-
-
-def test_a_rank_that_closes_early_keeps_nobody_for_ever(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.CRITICAL)
-    found = collectives.spawn(closes_early, 2, "mesh-2", timeout=60, device="cuda:0")
-    assert found[0] == "closed" and "rank 0" in found[1]
+    error = failure(lambda: [comm.allreduce(HostTensor(x.array)), comm.synchronize()])
+    assert "rank 0" in str(error)

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, tensor
+from gpu_ranks import Machine, on_gpus, tensor
 from host_gpu import needs_compiler
 
-from linkweave import collectives
 from linkweave.collectives.calls import host
 from linkweave.collectives.calls.communicator import get_default
 
@@ -28,7 +27,9 @@ def kept(machine: Machine) -> tuple[int, int]:
     return len(pieces), sum(map(len, pieces))
 
 
-def of_many_sizes(rank: int, machine: Machine) -> list[tuple[int, int]]:
+@on_gpus(3)
+def test_what_is_kept_of_many_sizes_is_bounded(rank: int, machine: Machine, few: None) -> None:
+    """A GPU's memory has regions of two plans at most in two protocols, and tables of the calls."""
     comm: Any = get_default()
     seen = []
     for number, n in enumerate((*range(1, 100), *range(30_000, 30_100), 7, 50)):
@@ -42,20 +43,14 @@ def of_many_sizes(rank: int, machine: Machine) -> list[tuple[int, int]]:
             seen.append(kept(machine))
             comm.barrier()
     assert len(comm._gpu.team.gpu._regions) <= 4
-    return seen
+    pieces, nbytes = zip(*seen, strict=True)
+    assert len(pieces) == 4
+    assert max(pieces) - min(pieces) <= 3 * MOST + 40, pieces
+    assert max(nbytes[2:]) <= 1.1 * min(nbytes[2:]), nbytes
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_kept_of_many_sizes_is_bounded(mode: str, machine: Machine, few: None) -> None:
-    """A GPU's memory has regions of two plans at most in two protocols, and tables of the calls."""
-    for seen in collectives.spawn(of_many_sizes, 3, "mesh-3", (machine,), **MODES[mode]):
-        pieces, nbytes = zip(*seen, strict=True)
-        assert len(pieces) == 4
-        assert max(pieces) - min(pieces) <= 3 * MOST + 40, pieces
-        assert max(nbytes[2:]) <= 1.1 * min(nbytes[2:]), nbytes
-
-
-def held_by_a_graph(rank: int, machine: Machine) -> list[float]:
+@on_gpus(2, "threads on one GPU", "processes on one GPU")
+def test_what_a_graph_launches_stays(rank: int, machine: Machine, few: None) -> None:
     comm: Any = get_default()
     device = machine.ours()[0]
     comm.allreduce(x := tensor([1.0] * 1000))
@@ -83,16 +78,13 @@ def held_by_a_graph(rank: int, machine: Machine) -> list[float]:
     device.synchronise(9)
     device.captured.clear()
     assert comm._gpu.team._prepared[call].tables == tables
-    return x.array[:2].tolist()
+    assert x.array[:2].tolist() == [16.0, 16.0]
 
 
-@pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
-def test_what_a_graph_launches_stays(mode: str, machine: Machine, few: None) -> None:
-    found = collectives.spawn(held_by_a_graph, 2, "mesh-2", (machine,), **MODES[mode])
-    assert found == [[16.0, 16.0]] * 2
-
-
-def with_queues(rank: int, machine: Machine) -> int:
+@on_gpus(2, "threads on one GPU", "processes on one GPU")
+def test_queues_keep_their_tables_until_they_are_over(
+    rank: int, machine: Machine, few: None
+) -> None:
     """A queue is under way while calls of many sizes come and go; then queues of many sizes."""
     comm: Any = get_default()
     first = comm.allreduce_queue(x := tensor([1.0] * 60), [20, 20, 20])
@@ -109,12 +101,5 @@ def with_queues(rank: int, machine: Machine) -> int:
         queue.wait()
         comm.synchronize()
         assert y.array.tolist() == [2.0] * 2 * n
-    return len(comm._gpu.team._prepared)
-
-
-@pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
-def test_queues_keep_their_tables_until_they_are_over(
-    mode: str, machine: Machine, few: None
-) -> None:
-    for prepared in collectives.spawn(with_queues, 2, "mesh-2", (machine,), **MODES[mode]):
-        assert prepared <= MOST
+    prepared = len(comm._gpu.team._prepared)
+    assert prepared <= MOST

@@ -13,21 +13,11 @@ import numpy as np
 import pytest
 from host_gpu import HostDevice, needs_compiler
 
-from linkweave.collectives import (
-    CollectiveAborted,
-    CollectiveError,
-    CollectiveTimeout,
-    plan_allreduce,
-)
+from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.planner import plan_allreduce
 from linkweave.collectives.runtime import reference
 from linkweave.collectives.runtime.gpu import executor
-from linkweave.collectives.runtime.gpu.executor import (
-    MOST_BLOCKS,
-    GpuRanks,
-    virtual_ranks,
-    width_of,
-)
 from linkweave.collectives.runtime.gpu.memory import LocalMemory
 from linkweave.topology import load
 
@@ -45,7 +35,7 @@ def inputs(plan: Plan, n: int, salt: int = 0) -> list[np.ndarray]:
 def test_sizes_of_both_protocols_one_after_another(algorithm: str) -> None:
     device = HostDevice()
     topology = load("dgx1-v100")
-    with virtual_ranks(device, 8) as ranks:
+    with executor.virtual_ranks(device, 8) as ranks:
         for again in range(2):
             for n in (0, 1, 1009, 300_007, 1009):
                 plan = plan_allreduce(topology, 4 * n, algorithm)
@@ -62,7 +52,7 @@ def test_sizes_of_both_protocols_one_after_another(algorithm: str) -> None:
 
 def test_one_plan_serves_many_sizes_with_one_piece_of_memory() -> None:
     device = HostDevice()
-    with virtual_ranks(device, 4) as ranks:
+    with executor.virtual_ranks(device, 4) as ranks:
         plan = plan_allreduce(load("mesh-4"), 1 << 20, "tree")
         ranks.prepare(plan, 1 << 20, "float32", "sum")
         held = sum(map(len, device.memory.values()))
@@ -79,15 +69,15 @@ def test_blocks_beyond_the_device_are_refused_and_a_cap_is_kept() -> None:
             CollectiveError,
             match=rf"needs 30 thread blocks for 8 ranks at once; the GPU holds {holds[0]}$",
         ),
-        virtual_ranks(small, 8) as ranks,
+        executor.virtual_ranks(small, 8) as ranks,
     ):
         ranks.prepare(plan, 1 << 20, "float32", "sum")
     with (
-        virtual_ranks(large, 8, max_blocks=20) as ranks,
+        executor.virtual_ranks(large, 8, max_blocks=20) as ranks,
         pytest.raises(CollectiveError, match=rf"GPU holds {holds[1]}, max_blocks is 20"),
     ):
         ranks.prepare(plan, 1 << 20, "float32", "sum")
-    with virtual_ranks(HostDevice(), 8, max_blocks=70) as ranks:
+    with executor.virtual_ranks(HostDevice(), 8, max_blocks=70) as ranks:
         assert ranks.prepare(plan, 1 << 20, "float32", "sum").config.width == 2
 
 
@@ -98,17 +88,18 @@ def test_launches_leave_room_by_default(machine: str, tracks: int) -> None:
     plan = plan_allreduce(load(machine), 1 << 26)
     assert max(sum(t.rank == rank for t in plan.tracks) for rank in range(8)) == tracks
     alone = [((rank,), 264) for rank in range(8)]
-    assert width_of(plan, alone) == MOST_BLOCKS // tracks
-    assert width_of(plan, alone, 264) == 264 // tracks
-    assert width_of(plan, [((*range(8),), 2640)]) == 8 * MOST_BLOCKS // len(plan.tracks)
+    assert executor.width_of(plan, alone) == executor.MOST_BLOCKS // tracks
+    assert executor.width_of(plan, alone, 264) == 264 // tracks
+    together = [((*range(8),), 2640)]
+    assert executor.width_of(plan, together) == 8 * executor.MOST_BLOCKS // len(plan.tracks)
     short = [((rank,), tracks) for rank in range(8)]
-    assert width_of(plan, short) == 1
+    assert executor.width_of(plan, short) == 1
     with patch.object(executor, "MOST_BLOCKS", tracks - 1):
-        assert width_of(plan, alone) == 1
+        assert executor.width_of(plan, alone) == 1
 
 
 def test_a_wrong_number_of_buffers_is_refused() -> None:
-    with virtual_ranks(HostDevice(), 2) as ranks:
+    with executor.virtual_ranks(HostDevice(), 2) as ranks:
         prepared = ranks.prepare(plan_allreduce(load("mesh-2"), 8), 8, "float32", "sum")
         with pytest.raises(CollectiveError, match=r"3 buffers for 2 ranks"):
             ranks.run(prepared, [0, 0, 0])
@@ -118,7 +109,7 @@ def test_a_wrong_number_of_buffers_is_refused() -> None:
 def test_the_error_says_who_waits_for_whom(nbytes: int) -> None:
     """Rank 2's blocks are never launched."""
     plan = plan_allreduce(load("mesh-3"), nbytes, "chain", 1)
-    with virtual_ranks(HostDevice(), 3, timeout=0.3) as ranks:
+    with executor.virtual_ranks(HostDevice(), 3, timeout=0.3) as ranks:
         prepared = ranks.prepare(plan, nbytes, "float32", "sum")
         (part,) = prepared.parts
         present = tuple((rank, p) for rank, p in part.programs if rank != 2)
@@ -139,7 +130,7 @@ def test_the_error_says_who_waits_for_whom(nbytes: int) -> None:
 def test_a_timeout_on_one_gpu_stops_the_others() -> None:
     """A launch that starts later would push into tensors that are in use again."""
     devices = [HostDevice(33, index=i) for i in range(2)]
-    with GpuRanks(dict(enumerate(devices)), LocalMemory(devices)) as ranks:
+    with executor.GpuRanks(dict(enumerate(devices)), LocalMemory(devices)) as ranks:
         ranks._abort[0] = 1  # as by a block of GPU 0
         with pytest.raises(CollectiveAborted):
             ranks.check()
@@ -147,13 +138,12 @@ def test_a_timeout_on_one_gpu_stops_the_others() -> None:
     assert words == [1, 1]
 
 
-@needs_compiler
 def test_abort_frees_all_and_new_ranks_can_be_made() -> None:
     device = HostDevice()
     plan = plan_allreduce(load("mesh-2"), 1 << 14, "tree", 1)
     buffers = inputs(plan, 1 << 12)
     given = [x.copy() for x in buffers]
-    with virtual_ranks(device, 2, timeout=1000) as ranks:
+    with executor.virtual_ranks(device, 2, timeout=1000) as ranks:
         prepared = ranks.prepare(plan, 1 << 14, "float32", "sum")
         threading.Timer(0.2, ranks.abort).start()
         start = time.monotonic()
@@ -162,7 +152,7 @@ def test_abort_frees_all_and_new_ranks_can_be_made() -> None:
         with pytest.raises(CollectiveAborted, match=r"the launch was aborted; rank \d"):
             ranks.check()
         assert time.monotonic() - start < 60
-    with virtual_ranks(device, 2) as ranks:
+    with executor.virtual_ranks(device, 2) as ranks:
         prepared = ranks.prepare(plan, 1 << 14, "float32", "sum")
         buffers = [x.copy() for x in given]
         ranks.run(prepared, [int(b.ctypes.data) for b in buffers])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, tensor
+from gpu_ranks import MODES, Machine, on_gpus, tensor
 from host_gpu import HostTensor, needs_compiler
 
 from linkweave import collectives
@@ -109,7 +109,9 @@ def test_over_ranks_that_forward(machine: Machine) -> None:
     collectives.spawn(made_again, 4, "ring-4", (names,), **MODES["processes on one GPU"])
 
 
-def other_calls(rank: int) -> list[float]:
+@needs_compiler
+@on_gpus(2, "processes on one GPU")
+def test_calls_that_differ_are_others(rank: int) -> None:
     """Of what was made before, one thing differs in each call."""
     comm = get_default()
     x, y, long = tensor(np.full(N, rank + 1.0)), tensor(np.full(N, 3.0)), tensor([rank + 1.0] * 9)
@@ -123,13 +125,7 @@ def other_calls(rank: int) -> list[float]:
     comm.allreduce(x)  # 24
     comm.allreduce(x[:10])  # 48
     comm.synchronize()
-    return [float(v) for v in (x.array[0], x.array[-1], y.array[0], long.array[0])]
-
-
-@needs_compiler
-def test_calls_that_differ_are_others(machine: Machine) -> None:
-    found = collectives.spawn(other_calls, 2, "mesh-2", **MODES["processes on one GPU"])
-    assert found == [[48, 24, 6, 3]] * 2
+    assert (x.array[0], x.array[-1], y.array[0], long.array[0]) == (48, 24, 6, 3)
 
 
 def until_the_end(rank: int, told: Path) -> None:
@@ -177,7 +173,9 @@ def test_calls_that_were_evicted_are_made_anew(
     collectives.spawn(many, 2, "mesh-2", **MODES["processes on one GPU"])
 
 
-def differing(rank: int) -> str:
+@needs_compiler
+@on_gpus(2, "processes on one GPU")
+def test_who_waits_for_calls_that_differ_is_told(rank: int) -> None:
     """Calls that differ, of kinds that are known: whoever waits on the host is told."""
     comm = get_default()
     x, y = tensor(np.ones(N)), tensor(np.ones(N))
@@ -186,20 +184,13 @@ def differing(rank: int) -> str:
         comm.allreduce(y, call, async_op=True).wait(20)
     comm.synchronize()
     comm.barrier()
-    try:
+    with pytest.raises(CollectiveError, match="calls on the GPU differ"):
         comm.allreduce(y, ("sum", "max")[rank], async_op=True).wait(20)
-    except CollectiveError as error:
-        return str(error)
-    return "nothing was noticed"
 
 
 @needs_compiler
-def test_who_waits_for_calls_that_differ_is_told(machine: Machine) -> None:
-    for said in collectives.spawn(differing, 2, "mesh-2", **MODES["processes on one GPU"]):
-        assert "calls on the GPU differ" in said
-
-
-def at_an_old_address(rank: int) -> tuple[float, bool]:
+@on_gpus(2, "processes on one GPU")
+def test_new_symmetric_memory_forgets_what_was_kept(rank: int) -> None:
     """A symmetric tensor where an ordinary one was, whose calls are kept."""
     comm: Any = get_default()
     x = tensor(np.full(N, rank + 1.0))
@@ -207,17 +198,14 @@ def at_an_old_address(rank: int) -> tuple[float, bool]:
     comm.synchronize()
     kept = len(comm._gpu._repeats)
     y = comm.symmetric_empty(N)
-    return float(x.array[0]), kept == 1 and not comm._gpu._repeats and y is not None
+    assert x.array[0] == 3
+    assert kept == 1 and not comm._gpu._repeats and y is not None
 
 
 @needs_compiler
-def test_new_symmetric_memory_forgets_what_was_kept(machine: Machine) -> None:
-    found = collectives.spawn(at_an_old_address, 2, "mesh-2", **MODES["processes on one GPU"])
-    assert found == [(3.0, True)] * 2
-
-
-def queued(rank: int) -> int:
-    """How many events rank 0 asks after while the first of 40 calls still waits for rank 1."""
+@on_gpus(2, "processes on one GPU")
+def test_a_call_asks_after_the_oldest_one_alone(rank: int) -> None:
+    """So many events rank 0 asks after while the first of 40 calls still waits for rank 1."""
     comm: Any = get_default()
     x, works, asked = tensor(np.ones(N)), [], []
     comm.allreduce(x)
@@ -234,10 +222,4 @@ def queued(rank: int) -> int:
     for work in works:
         work.wait(60)
     assert (x.array == 2.0**41).all()
-    return found
-
-
-@needs_compiler
-def test_a_call_asks_after_the_oldest_one_alone(machine: Machine) -> None:
-    found = collectives.spawn(queued, 2, "mesh-2", **MODES["processes on one GPU"])
-    assert found[0] == 39
+    assert rank or found == 39

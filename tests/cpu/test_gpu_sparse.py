@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import MODES, Machine, failure
+from gpu_ranks import MODES, Machine, failure, on_gpus
 from gpu_vectors import StreamKernels, sparse_gpus
 from host_gpu import CURRENT, HostTensor, needs_compiler
 
 from linkweave import collectives
-from linkweave.collectives import get_default
+from linkweave.collectives import CollectiveAborted, CollectiveTimeout, get_default
 from linkweave.collectives.calls.sparse import gpu
 from linkweave.collectives.planning.sparse_tree import sparse_costs
 from linkweave.collectives.runtime.gpu import device as cuda
@@ -138,18 +138,18 @@ def test_no_mass_is_lost_where_ranks_forward(mode: str, name: str, machine: Mach
     assert kept.tolist() == np.sum([row[0] for row in rows], axis=0).tolist()
 
 
-def alone(rank: int) -> bool:
+@on_gpus(1, "processes on one GPU")
+def test_results_have_memory_of_their_own(rank: int) -> None:
     """Nothing of the result lies in what was given."""
     values, indices = (put(x) for x in vector(0, 0, 9))
     found = collectives.sparse_allreduce(values, indices, NUMEL, 9, conserve=False, mode="gtopk")
-    return any(np.shares_memory(a, b.array) for a, b in zip(found, (values, indices), strict=True))
+    assert not any(
+        np.shares_memory(a, b.array) for a, b in zip(found, (values, indices), strict=True)
+    )
 
 
-def test_results_have_memory_of_their_own(machine: Machine) -> None:
-    assert collectives.spawn(alone, 1, "mesh-1", **MODES["processes on one GPU"]) == [False]
-
-
-def refused(rank: int) -> list[str]:
+@on_gpus(2, "threads on one GPU", "processes on one GPU")
+def test_what_a_rank_gives_wrong_is_told_to_all_who_may_go_on(rank: int) -> None:
     values, indices = vector(rank, 0, 9)
     said = []
 
@@ -173,45 +173,39 @@ def refused(rank: int) -> list[str]:
     far = {"device": 5} if rank == 1 else {}
     call(put(values, **far), put(indices, **far), residual=put(np.zeros(NUMEL, np.float32), **far))
     call(put(values), put(indices))
-    return said
+    assert '[60, 9, "sum", "auto", true, "float32", "gpu"]; rank 1: [60, 8,' in said[1]
+    assert said[3] == "values and indices must be of one library and on one device"
+    assert '"gpu"]; rank 1: [60, 9, "sum", "auto", true, "float32", "cpu"]' in said[4]
+    assert said[6] == "no error"
+    if rank == 1:
+        assert said[5] == "rank 1 runs on GPU 0; the tensor is on GPU 5"
+        assert said[0] == f"indices must ascend from 0 to {NUMEL - 1} at most, all different"
+        assert "on the values' device" in said[2]
+    else:
+        assert all("ranks [1]: refused its arguments" in said[i] for i in (0, 2, 5))
+        assert "ranks [0]: told of its sparse_allreduce" in said[5]
 
 
-@pytest.mark.parametrize("mode", ["threads on one GPU", "processes on one GPU"])
-def test_what_a_rank_gives_wrong_is_told_to_all_who_may_go_on(mode: str, machine: Machine) -> None:
-    rows = collectives.spawn(refused, 2, "mesh-2", **MODES[mode])
-    for said in rows:
-        assert '[60, 9, "sum", "auto", true, "float32", "gpu"]; rank 1: [60, 8,' in said[1]
-        assert said[3] == "values and indices must be of one library and on one device"
-        assert '"gpu"]; rank 1: [60, 9, "sum", "auto", true, "float32", "cpu"]' in said[4]
-        assert said[6] == "no error"
-    assert rows[1][5] == "rank 1 runs on GPU 0; the tensor is on GPU 5"
-    assert rows[1][0] == f"indices must ascend from 0 to {NUMEL - 1} at most, all different"
-    assert "on the values' device" in rows[1][2]
-    assert all("ranks [1]: refused its arguments" in rows[0][i] for i in (0, 2, 5))
-    assert "ranks [0]: told of its sparse_allreduce" in rows[0][5]
-
-
-def captured(rank: int, machine: Machine) -> str:
+@on_gpus(2, "processes on one GPU")
+def test_a_graph_is_refused(rank: int, machine: Machine) -> None:
     machine.ours()[0].captured[9] = 1
     values, indices = (put(x, 9) for x in vector(rank, 0, 9))
     found = failure(lambda: collectives.sparse_allreduce(values, indices, NUMEL, 9, conserve=False))
     machine.ours()[0].captured.clear()
-    return str(found)
+    assert "cannot be captured into a graph" in str(found)
 
 
-def test_a_graph_is_refused(machine: Machine) -> None:
-    found = collectives.spawn(captured, 2, "mesh-2", (machine,), **MODES["processes on one GPU"])
-    assert all("cannot be captured into a graph" in said for said in found)
-
-
-def leaves(rank: int, mode: str, error: type[Exception]) -> tuple[str, str]:
-    """What a second call raises of which rank 2 makes the first half."""
+@pytest.mark.parametrize("how", ["gtopk", "topk", "dense"])
+@on_gpus(3, "threads on one GPU", "a process a GPU", timeout=60)
+def test_no_result_is_given_when_a_rank_leaves_half_way(rank: int, how: str) -> None:
+    """Rank 2 makes the first half of a second call. Nothing but the deadline frees the others,
+    whatever they wait for."""
     comm = get_default()
     values, indices = vector(rank, 0, 9)
     rest = put(np.zeros(NUMEL, np.float32))
 
     def call() -> None:
-        comm.sparse_allreduce(put(values), put(indices), NUMEL, 9, residual=rest, mode=mode)
+        comm.sparse_allreduce(put(values), put(indices), NUMEL, 9, residual=rest, mode=how)
 
     call()
     hurry(comm, 1)
@@ -221,31 +215,22 @@ def leaves(rank: int, mode: str, error: type[Exception]) -> tuple[str, str]:
         def leave(what: str, said: bytes) -> list[bytes]:
             agree(what, said)
             comm._calls.gather = agree  # type: ignore[method-assign]
-            raise error("rank 2 leaves")
+            raise ValueError("rank 2 leaves")
 
         comm._calls.gather = leave  # type: ignore[method-assign]
-    try:
+        with pytest.raises(ValueError, match="rank 2 leaves"):
+            call()
+        return
+    with pytest.raises((CollectiveTimeout, CollectiveAborted)) as raised:
         call()
-    except Exception as raised:
-        return type(raised).__name__, str(raised)
-    return "no error", ""
+    # where all send to all, 0 and 1 wait for each other as well
+    assert "rank 2" in str(raised.value) or how == "dense", raised.value
 
 
-@pytest.mark.parametrize("how", ["gtopk", "topk", "dense"])
-@pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
-def test_no_result_is_given_when_a_rank_leaves_half_way(
-    mode: str, how: str, machine: Machine
-) -> None:
-    """Nothing but the deadline frees the others, whatever they wait for."""
-    rows = collectives.spawn(leaves, 3, "mesh-3", (how, ValueError), timeout=60, **MODES[mode])
-    assert rows[2] == ("ValueError", "rank 2 leaves")
-    for name, words in rows[:2]:
-        assert name in ("CollectiveTimeout", "CollectiveAborted"), (name, words)
-        assert "rank 2" in words or how == "dense"  # where 0 and 1 wait for each other as well
-
-
-def late(rank: int) -> tuple[str, bool]:
-    """(the error, whether the residual has changed), where rank 3 comes when the others gave up."""
+@on_gpus(4, "a process a GPU", timeout=60)
+def test_what_was_not_received_is_not_sent_on(rank: int) -> None:
+    """Rank 3 comes when the others gave up. Rank 2 waits for it, and the root for 2, which has
+    failed before the root's own deadline."""
     comm, rest = get_default(), put(np.zeros(NUMEL, np.float32))
 
     def call(case: int) -> None:
@@ -267,17 +252,14 @@ def late(rank: int) -> tuple[str, bool]:
     comm._calls.gather = wait  # type: ignore[method-assign]
     raised = failure(lambda: call(1))
     cuda.open_device(CURRENT.index).synchronise(0)
-    return type(raised).__name__, bool((rest.array != before).any())
+    assert type(raised).__name__ in ("CollectiveTimeout", "CollectiveAborted"), raised
+    assert (rest.array == before).all()
 
 
-def test_what_was_not_received_is_not_sent_on(machine: Machine) -> None:
-    """Rank 2 waits for 3, and the root for 2, which has failed before the root's own deadline."""
-    rows = collectives.spawn(late, 4, "mesh-4", timeout=60, **MODES["a process a GPU"])
-    for name, changed in rows:
-        assert name in ("CollectiveTimeout", "CollectiveAborted") and not changed, rows
-
-
-def without_memory(rank: int, error: type[Exception]) -> tuple[str, float]:
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+@on_gpus(3, "threads on one GPU", "a process a GPU", timeout=200)
+def test_a_rank_without_memory_frees_the_others_at_once(rank: int, error: type[Exception]) -> None:
+    """torch says so by a RuntimeError, CuPy by a MemoryError."""
     comm = get_default()
     values, indices = vector(rank, 0, 9)
     rest = put(np.zeros(NUMEL, np.float32))
@@ -291,18 +273,8 @@ def without_memory(rank: int, error: type[Exception]) -> tuple[str, float]:
         StreamKernels.fail = threading.get_ident(), error("no room")
     raised = failure(call)
     StreamKernels.fail = None
-    return str(raised), time.monotonic() - start
-
-
-@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-@pytest.mark.parametrize("mode", ["threads on one GPU", "a process a GPU"])
-def test_a_rank_without_memory_frees_the_others_at_once(
-    mode: str, error: type[Exception], machine: Machine
-) -> None:
-    """torch says so by a RuntimeError, CuPy by a MemoryError."""
-    rows = collectives.spawn(without_memory, 3, "mesh-3", (error,), timeout=200, **MODES[mode])
-    assert "no room" in rows[0][0] and all("rank 0" in words for words, _ in rows[1:])
-    assert all(taken < 100 for _, taken in rows)
+    assert time.monotonic() - start < 100
+    assert ("rank 0" if rank else "no room") in str(raised)
 
 
 def with_little_room(rank: int, mode: str) -> tuple[str, float]:
@@ -331,18 +303,14 @@ def test_a_call_without_room_leaves_the_residual_alone(machine: Machine) -> None
         assert "pairwise needs 8 thread blocks" in said and kept == 0
 
 
-def beside_cpu_calls(rank: int) -> bool:
-    """Whether the kernels of a call are launched on the thread that makes it."""
+@on_gpus(2, "processes on one GPU")
+def test_launches_are_the_callers_own_beside_calls_on_the_cpu(rank: int) -> None:
+    """The kernels of a call are launched on the thread that makes it, as a library's current stream
+    is its thread's."""
     comm = get_default()
     work = comm.allreduce(np.ones(1 << 20, np.float32), async_op=True)
     values, indices = (put(x) for x in vector(rank, 0, 9))
     StreamKernels.threads_seen.clear()
     comm.sparse_allreduce(values, indices, NUMEL, 9, conserve=False)
     work.wait()
-    return StreamKernels.threads_seen == {threading.get_ident()}
-
-
-def test_launches_are_the_callers_own_beside_calls_on_the_cpu(machine: Machine) -> None:
-    """As a library's current stream is its thread's."""
-    found = collectives.spawn(beside_cpu_calls, 2, "mesh-2", **MODES["processes on one GPU"])
-    assert found == [True, True]
+    assert StreamKernels.threads_seen == {threading.get_ident()}

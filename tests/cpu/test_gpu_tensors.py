@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_ranks import MODES, Choosy, Machine, failure, gpus, tensor
-from host_gpu import HostDevice, needs_compiler
+from gpu_ranks import MODES, Choosy, Machine, Numbered, failure, gpus, on_gpus, tensor
+from host_gpu import needs_compiler
 
 from linkweave import collectives
 from linkweave.bench.gpu.api import exact as values
@@ -103,7 +103,8 @@ def test_over_detours(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert sum(pushing[-1]) == 3
 
 
-def views(rank: int, machine: Machine) -> list[int]:
+@on_gpus(2, "processes on one GPU", "a thread a GPU")
+def test_parts_of_a_tensor_go_by_one_agreement(rank: int, machine: Machine) -> None:
     """One all-reduce of many parts of a tensor; then other parts on one rank than on the other."""
     comm: Any = get_default()
     x, n = comm.symmetric_empty(10 * LARGE, device="cuda"), LARGE
@@ -119,16 +120,11 @@ def views(rank: int, machine: Machine) -> list[int]:
         error = failure(comm.synchronize)
     words = rf"calls on the GPU differ|different bytes of shared memory: rank 0: 0, rank 1: {4 * n}"
     assert re.search(words, str(error)), error
-    return made
+    assert made == [1, 1]
 
 
-@pytest.mark.parametrize("mode", ["processes on one GPU", "a thread a GPU"])
-def test_parts_of_a_tensor_go_by_one_agreement(mode: str, machine: Machine) -> None:
-    found = collectives.spawn(views, 2, "mesh-2", (machine,), timeout=60, **MODES[mode])
-    assert found == [[1, 1]] * 2
-
-
-def outliving(rank: int, machine: Machine) -> list[int]:
+@on_gpus(2, "processes on one GPU")
+def test_a_tensor_may_outlive_the_communicator(rank: int, machine: Machine) -> None:
     comm = get_default()
     x = comm.symmetric_empty(LARGE, device="cuda")
     short = comm.symmetric_empty(7, "int8", device="cuda:0")
@@ -140,14 +136,11 @@ def outliving(rank: int, machine: Machine) -> list[int]:
     assert (x.array == 1).all()
     del x
     gc.collect()
-    return [*left, len(machine.left())]
+    assert [*left, len(machine.left())] == [1, 0]
 
 
-def test_a_tensor_may_outlive_the_communicator(machine: Machine) -> None:
-    assert collectives.spawn(outliving, 2, "mesh-2", (machine,), device="cuda:0") == [[1, 0]] * 2
-
-
-def wrong(rank: int) -> list[str]:
+@on_gpus(2, "processes on one GPU", "a thread a GPU")
+def test_what_is_refused_leaves_the_ranks_in_step(rank: int) -> None:
     comm = get_default()
     x = comm.symmetric_empty(LARGE, device="cuda")
     calls = [
@@ -164,27 +157,21 @@ def wrong(rank: int) -> list[str]:
     comm.allreduce(x)
     comm.synchronize()
     assert (x.array == 1).all()
-    return said
+    assert said[0] == (
+        "the ranks ask for tensors of different sizes: 40, 44 bytes, by rank; they must agree"
+    )
+    for words, mine in zip(said[1:5], (
+        "a shape is made of integers >= 0, not -1", "unsupported dtype complex64; choose",
+        "unknown device 'gpu'; choose from cpu, cuda, cuda:N",
+        "rank 0 runs on GPU 0, not on GPU 5",
+    ), strict=True):  # fmt: skip
+        assert (mine if rank == 0 else "refused its arguments") in words
+    assert "ranks [1]: allreduce(100003 x float32, sum" in said[5]
+    assert "at 0 in shared memory 0 on the GPU" in said[5]
+    assert "at 4 in shared memory 0 on the GPU" in said[6]
 
 
-@pytest.mark.parametrize("mode", ["processes on one GPU", "a thread a GPU"])
-def test_what_is_refused_leaves_the_ranks_in_step(mode: str, machine: Machine) -> None:
-    for rank, said in enumerate(collectives.spawn(wrong, 2, "mesh-2", **MODES[mode])):
-        assert said[0] == (
-            "the ranks ask for tensors of different sizes: 40, 44 bytes, by rank; they must agree"
-        )
-        for words, mine in zip(said[1:5], (
-            "a shape is made of integers >= 0, not -1", "unsupported dtype complex64; choose",
-            "unknown device 'gpu'; choose from cpu, cuda, cuda:N",
-            "rank 0 runs on GPU 0, not on GPU 5",
-        ), strict=True):  # fmt: skip
-            assert (mine if rank == 0 else "refused its arguments") in words
-        assert "ranks [1]: allreduce(100003 x float32, sum" in said[5]
-        assert "at 0 in shared memory 0 on the GPU" in said[5]
-        assert "at 4 in shared memory 0 on the GPU" in said[6]
-
-
-class Full(HostDevice):
+class Full(Numbered):
     """GPU 1 has no room for a tensor."""
 
     def allocate(self, nbytes: int) -> int:
@@ -205,7 +192,7 @@ def without_room(rank: int) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["a process a GPU", "a thread a GPU"])
 def test_no_room_on_one_gpu_is_told_to_all(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpus(monkeypatch, lambda index: Full(32, index=index, bus_id=f"0000:0{index}:00.0")):
+    with gpus(monkeypatch, Full):
         for said, *after in collectives.spawn(without_room, 2, "mesh-2", **MODES[mode]):
             assert said.startswith("rank 1: no memory for 67108864 bytes on GPU 1: ")
             assert "rank 1" in said and "out of memory" in said
@@ -213,23 +200,14 @@ def test_no_room_on_one_gpu_is_told_to_all(mode: str, monkeypatch: pytest.Monkey
         gc.collect()
 
 
-class Walled(Choosy):
-    def sees(self, peer: int) -> bool:
-        return False
-
-
-def unseen(rank: int) -> list[Any]:
+@on_gpus(2, "a process a GPU", make=Choosy)
+def test_memory_that_others_do_not_see_is_like_any_other(rank: int) -> None:
     comm = get_default()
     x = comm.symmetric_empty(LARGE, device="cuda")
     x.array[:] = 1
     comm.allreduce(x, algorithm="tree")
     comm.synchronize()
-    return [*pushed(comm), bool((x.array == 2).all())]
-
-
-def test_memory_that_others_do_not_see_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpus(monkeypatch, Walled):
-        assert collectives.spawn(unseen, 2, "mesh-2", device="cuda") == [[False, True]] * 2
+    assert [*pushed(comm), bool((x.array == 2).all())] == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from test_distributed import run
 from test_gtopk_hook import Plain, noise
 from torch import nn
@@ -167,7 +168,9 @@ def test_rows_alone_that_are_not_finite_are_seen_on_all_ranks(clips: bool) -> No
         assert before[-WORDS * 8 :] == after[-WORDS * 8 :] and before != after
 
 
-def dropped(rank: int, own: bool) -> float:
+@pytest.mark.parametrize("own", [False, True])
+@on_ranks(2, timeout=100)
+def test_a_loop_goes_on_after_a_skipped_step(rank: int, own: bool) -> None:
     """A loop that drops gradients in its own way."""
     loop = Loop("dense", torch.amp.GradScaler("cpu", init_scale=512.0))
     for optimizer in loop.optimizers if own else ():
@@ -179,12 +182,7 @@ def dropped(rank: int, own: bool) -> float:
     loop.parameters()
     scale: float = loop.scaler.get_scale()
     loop.close()
-    return scale
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_a_loop_goes_on_after_a_skipped_step(own: bool) -> None:
-    assert collectives.spawn(dropped, 2, args=(own,), timeout=100) == [256.0] * 2
+    assert scale == 256.0
 
 
 def hooked(rank: int, scaled: bool) -> list[float]:
@@ -216,9 +214,9 @@ def test_hooks_of_other_scalers_are_refused() -> None:
 def test_float16_is_refused_with_a_scale() -> None:
     scaler: Any = scaler_of()
     scaler.scale(torch.ones(()))
-    average = SparseAverage(FakeTransport(0, 2), "gtopk", False, LossScale(scaler))  # type: ignore[arg-type]
+    average = SparseAverage(FakeTransport(0, 2), GTopK(0.5), LossScale(scaler))  # type: ignore[arg-type]
     with pytest.raises(CollectiveError, match="float32 and bfloat16"):
-        average(0, torch.zeros(4, dtype=torch.float16), torch.zeros(4), [4], 0.5)
+        average(0, torch.zeros(4, dtype=torch.float16), torch.zeros(4), [4], 0)
 
 
 def test_a_hook_of_ddp_keeps_residuals_without_the_scale() -> None:

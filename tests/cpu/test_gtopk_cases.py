@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise, product
 
@@ -18,7 +17,7 @@ from training_models import (
     copied,
     error_of,
     images,
-    imported,  # noqa: F401
+    imported,
     made,
     on_all,
     same,
@@ -26,14 +25,13 @@ from training_models import (
     sentences,
     share,
 )
-from training_pair import Cases
 
 from linkweave import GTopK, collectives
 from linkweave.collectives import DataParallel
 from linkweave.collectives.training.gtopk.options import KEY
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
-case = Cases()
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 FEW = GTopK(0.05)
 WAYS = [GTopK(0.05, mode=mode, per=per)
         for mode, per in product(("gtopk", "topk"), ("bucket", "unit"))]  # fmt: skip
@@ -53,8 +51,8 @@ class Branches(nn.Module):
 
 
 # ---- parameters ----------------------------------------------------------------------------------
-@case
-def a_layer_that_one_rank_visits(rank: int) -> None:
+@on_ranks(2)
+def test_a_layer_that_one_rank_visits(rank: int) -> None:
     """What all send is averaged with zeros of the ranks that have no gradient; all decay."""
     for spec in (ALL, GTopK(1.0, mode="gtopk")):
         found = []
@@ -67,8 +65,8 @@ def a_layer_that_one_rank_visits(rank: int) -> None:
         assert apart(*found) < 1e-6
 
 
-@case
-def a_layer_that_no_rank_visits(rank: int) -> None:
+@on_ranks(2)
+def test_a_layer_that_no_rank_visits(rank: int) -> None:
     """None has a gradient, as without an exchange."""
     for optimizer in (lambda p: SGD(p, 0.1, momentum=0.9), adamw):
         spec = FEW if optimizer is not adamw else GTopK(0.05)
@@ -81,12 +79,9 @@ def a_layer_that_no_rank_visits(rank: int) -> None:
         assert same(unused, {k: before[k] for k in unused})
 
 
-@case
-def frozen_and_thawed_parameters(rank: int) -> None:
-    mine = Training(FEW, lr=0.1, momentum=0.9)
-    mine.model.close()
-    mine.model = DataParallel(mine.inner, mine.optimizer, exchange=FEW)
-    mine.steps(0, 1)
+@on_ranks(2)
+def test_frozen_and_thawed_parameters(rank: int) -> None:
+    mine = Training(FEW, policy="auto", measured=True, lr=0.1, momentum=0.9).steps(0, 1)
     before, state = copied(mine.inner.state_dict()), mine.sparse.state_dict()
     assert state["steps"] == 2
     mine.inner[3].requires_grad_(False)
@@ -113,8 +108,8 @@ def frozen_and_thawed_parameters(rank: int) -> None:
     mine.close()
 
 
-@case
-def tied_weights(rank: int) -> None:
+@on_ranks(2)
+def test_tied_weights(rank: int) -> None:
     states = []
     for exchange in (FEW, ALL, "dense"):
         inner = made("transformer", torch.float32)
@@ -134,20 +129,19 @@ def tied_weights(rank: int) -> None:
     assert not same(states[0], states[2])
 
 
-@case
-def channels_last(rank: int) -> None:
+@on_ranks(2)
+def test_channels_last(rank: int) -> None:
     def cnn() -> nn.Module:
         return made("cnn", torch.float32).to(memory_format=torch.channels_last)
 
-    want = Training("dense", make=cnn, lr=0.1, momentum=0.9).steps(0, 1, 2).close()
-    assert apart(Training(ALL, make=cnn, lr=0.1, momentum=0.9).steps(0, 1, 2).close(), want) < 1e-6
-    entries = GTopK(1.0, mode="gtopk")
-    want = Training("dense", make=cnn, lr=0.1).steps(0, 1, 2).close()
-    assert apart(Training(entries, make=cnn, lr=0.1).steps(0, 1, 2).close(), want) < 1e-6
+    for every, momentum in ((ALL, 0.9), (GTopK(1.0, mode="gtopk"), 0.0)):
+        both = (Training(exchange, make=cnn, lr=0.1, momentum=momentum)
+                for exchange in ("dense", every))  # fmt: skip
+        assert apart(*(one.steps(0, 1, 2).close() for one in both)) < 1e-6
 
 
-@case
-def dtypes(rank: int) -> None:
+@on_ranks(2)
+def test_dtypes(rank: int) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,8 +167,8 @@ def dtypes(rank: int) -> None:
 
 
 # ---- loops ---------------------------------------------------------------------------------------
-@case
-def gradients_are_accumulated(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_are_accumulated(rank: int) -> None:
     """And weight decay is added once."""
     found = []
     for exchange in ("dense", ALL):
@@ -189,8 +183,8 @@ def gradients_are_accumulated(rank: int) -> None:
     assert apart(*found) < 1e-6
 
 
-@case
-def clipping(rank: int) -> None:
+@on_ranks(2)
+def test_clipping(rank: int) -> None:
     """The norm is that of what has arrived."""
     for spec in (GTopK(1.0), *WAYS):
         mine = Training(spec, lr=0.1)
@@ -208,8 +202,8 @@ def clipping(rank: int) -> None:
         mine.close()
 
 
-@case
-def no_gradients_at_step(rank: int) -> None:
+@on_ranks(2)
+def test_no_gradients_at_step(rank: int) -> None:
     for spec in (ALL, *WAYS):
         mine = Training(spec, lr=0.1, momentum=0.9).steps(0)
         before = copied(mine.model.state_dict())
@@ -221,8 +215,8 @@ def no_gradients_at_step(rank: int) -> None:
         mine.close()
 
 
-@case
-def two_steps_with_the_same_gradients(rank: int) -> None:
+@on_ranks(2)
+def test_two_steps_with_the_same_gradients(rank: int) -> None:
     for spec in (ALL, GTopK(1.0, mode="gtopk"), *WAYS):
         mine = Training(spec, lr=0.25).steps(0)
         states = [copied(mine.model.state_dict())]
@@ -236,8 +230,8 @@ def two_steps_with_the_same_gradients(rank: int) -> None:
         mine.close()
 
 
-@case
-def a_step_may_be_left_out(rank: int) -> None:
+@on_ranks(2)
+def test_a_step_may_be_left_out(rank: int) -> None:
     mine = Training(FEW, lr=0.1, momentum=0.9).steps(0)
     before = copied(mine.model.state_dict())
     mine.backward(1)
@@ -250,12 +244,10 @@ def a_step_may_be_left_out(rank: int) -> None:
 
 
 # ---- schedules -----------------------------------------------------------------------------------
-@case
-def schedules_that_send_layers_whole(rank: int) -> None:
+@on_ranks(2)
+def test_schedules_that_send_layers_whole(rank: int) -> None:
     for name in ("us-byte", "c-cube", "bytescheduler"):
-        mine = Training(FEW, lr=0.1)
-        mine.model.close()
-        mine.model = DataParallel(mine.inner, mine.optimizer, schedule=name, exchange=FEW)
+        mine = Training(FEW, policy=name, measured=True, lr=0.1)
         said = error_of(lambda mine=mine: mine.backward(0))
         assert "schedule must be auto or one of ddp, wfbp, mg-wfbp, asc-wfbp, not " + name in said
         mine.model.close()
@@ -271,19 +263,12 @@ def schedules_that_send_layers_whole(rank: int) -> None:
         mine.close()
 
 
-@case
-def schedules_that_are_measured(rank: int) -> None:
+@on_ranks(2)
+def test_schedules_that_are_measured(rank: int) -> None:
     for name in ("auto", "mg-wfbp"):
-        mine = Training(FEW, lr=0.1, momentum=0.9)
-        mine.model.close()
-        mine.model = DataParallel(mine.inner, mine.optimizer, schedule=name, exchange=FEW)
+        mine = Training(FEW, policy=name, measured=True, lr=0.1, momentum=0.9)
         mine.steps(*range(22))
         assert mine.model.schedule is not None
         assert not mine.model.program.chained
         assert mine.sparse.steps == 22
         mine.close()
-
-
-@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
-def test_case(body: Callable[[int], None]) -> None:
-    case.run(body)

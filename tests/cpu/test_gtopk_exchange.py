@@ -44,11 +44,17 @@ def case(seed: int) -> Case:
     )  # fmt: skip
 
 
+def options(mode: str, density: float) -> GTopK:
+    """A dense exchange is one that sends all."""
+    dense = mode == "dense"
+    return GTopK(1.0 if dense else density, mode="auto" if dense else mode, conserve=True)
+
+
 def train(case: Case, seed: int, exact: bool, transport: ThreadTransport) -> list[Any]:
     """(residual, what was sent, sum of gradients) after each step."""
     n, rank = sum(case.counts), transport.rank
     rng = np.random.default_rng([seed, rank])
-    average = SparseAverage(transport, case.mode, True)
+    average = SparseAverage(transport, options(case.mode, case.density))
     residual = torch.zeros(n)
     added, sent, found = np.zeros(n), np.zeros(n), []
     for _ in range(case.steps):
@@ -56,7 +62,7 @@ def train(case: Case, seed: int, exact: bool, transport: ThreadTransport) -> lis
         if exact:  # and divisible by the number of ranks, as averages are exact
             g = np.round(g * 3).astype(np.float32) * case.size
         x = torch.from_numpy(g.copy())
-        result = average(0, x, residual, case.counts, case.density)
+        result = average(0, x, residual, case.counts, 0)
         added += g
         if result.found is None:
             sent += x.numpy().astype(np.float64) * case.size
@@ -108,7 +114,7 @@ def test_finite_gradients_whose_sum_is_not_are_no_error(mode: str) -> None:
     def body(transport: ThreadTransport) -> list[float]:
         x = torch.full((4,), 3e38 / transport.size)
         x *= torch.tensor([1.0, 1.0, 1.0, -1.0])
-        result = SparseAverage(transport, mode, True)(0, x, torch.zeros(4), [4], 1.0)
+        result = SparseAverage(transport, options(mode, 1.0))(0, x, torch.zeros(4), [4], 0)
         assert result.fine
         assert x.isfinite().all()
         return x.tolist()
@@ -125,7 +131,7 @@ def test_what_16_bits_cannot_hold_stays_in_the_residual(dtype: torch.dtype, mode
     def body(transport: ThreadTransport) -> tuple[list[float], list[float], int]:
         residual = torch.tensor([257.0, -1.0, 65504.0, 0.5])
         x = torch.tensor([0.0, 0.0, 65504.0, 0.0]).to(dtype)
-        result = SparseAverage(transport, mode, True)(0, x, residual, [4], 1.0)
+        result = SparseAverage(transport, options(mode, 1.0))(0, x, residual, [4], 0)
         return x.tolist(), residual.tolist(), result.bad().numel()
 
     rows, _ = on_threads(2, body)
@@ -136,6 +142,76 @@ def test_what_16_bits_cannot_hold_stays_in_the_residual(dtype: torch.dtype, mode
         if mode == "dense":
             given = [257.0, -1.0, 65504.0 + float(torch.tensor(65504.0, dtype=dtype)), 0.5]
             assert [a + b for a, b in zip(x, residual, strict=True)] == given
+
+
+# ---- a selection of one's own ------------------------------------------------------------------
+def every_other(sums: torch.Tensor, k: int, step: int) -> torch.Tensor:
+    """Positions in no order, the same on all ranks."""
+    return (2 * torch.arange(k).flip(0) + step) % len(sums)
+
+
+def selected(mode: str, transport: ThreadTransport) -> list[Any]:
+    counts, rank = [7, 9], transport.rank
+    average = SparseAverage(transport, GTopK(0.25, mode=mode, select=every_other))
+    residual, found = torch.zeros(16), []
+    for step in range(3):
+        x = torch.arange(16.0) * (rank + 1) * transport.size
+        x[12] = math.nan if (step, rank) == (2, 1) else x[12]
+        sent = average(0, x, residual, counts, step)
+        found.append((x.tolist(), residual.tolist(), bool(sent.fine)))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["gtopk", "topk"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_what_a_function_selects_is_sent(mode: str, size: int) -> None:
+    rows, _ = on_threads(size, partial(selected, mode))
+    kept, every = np.zeros(16), size * (size + 1) // 2  # kept: of rank 0's gradients
+    for step in range(2):
+        there = [(2 * i + step) % n + first for n, first in ((7, 0), (9, 7)) for i in range(2)]
+        kept += np.arange(16) * size
+        want = np.zeros(16)
+        want[there] = kept[there] / size * every
+        kept[there] = 0
+        for rank, row in enumerate(rows):
+            average, residual, fine = row[step]
+            assert fine and average == want.tolist()
+            assert residual == (kept * (rank + 1)).tolist()
+    for average, _, fine in (row[2] for row in rows):
+        assert not fine and math.isnan(average[12])  # which nobody had selected
+
+
+@pytest.mark.parametrize(
+    ("select", "words"),
+    [
+        (lambda sums, k, step: torch.zeros(k), r"integers \[4\] on cpu, not torch.float32 \[4\]"),
+        (lambda sums, k, step: torch.arange(k + 1), r"not torch.int64 \[5\] on cpu"),
+        (lambda sums, k, step: [*range(k)], r"not \[0, 1, 2, 3\]"),
+        (lambda sums, k, step: torch.arange(k) - 1, "returned position -1 of 16 entries"),
+        (lambda sums, k, step: torch.arange(k) + 13, "returned position 16 of 16 entries"),
+    ],
+)
+def test_a_bad_selection_is_refused(select: Any, words: str) -> None:
+    transport = ThreadTransport(on_threads(1, lambda _: None)[1], 0)
+    average = SparseAverage(transport, GTopK(0.25, select=select, mode="gtopk"))
+    with pytest.raises(CollectiveError, match=words):
+        average(0, torch.ones(16), torch.zeros(16), [16], 0)
+
+
+def test_what_is_selected_twice_is_sent_once() -> None:
+    def body(transport: ThreadTransport) -> list[float]:
+        spec = GTopK(0.5, select=lambda sums, k, step: torch.tensor([1, 0, 1, 1][:k]), mode="gtopk")
+        x, residual = torch.full((16,), float(transport.rank + 1)), torch.zeros(16)
+        SparseAverage(transport, spec)(0, x, residual, [8, 8], 0)
+        assert residual.tolist() == ([0.0] * 2 + [transport.rank + 1.0] * 6) * 2
+        return x.tolist()
+
+    rows, _ = on_threads(2, body)
+    assert rows == [([1.5] * 2 + [0.0] * 6) * 2] * 2
+
+
+def test_ranks_with_the_same_function_have_the_same_options() -> None:
+    assert repr(GTopK(select=every_other)).endswith("conserve=False, select=every_other)")
 
 
 # ---- times and modes -----------------------------------------------------------------------------
@@ -155,14 +231,14 @@ def test_seconds_of_each_mode() -> None:
 
 
 def test_the_fastest_mode_is_chosen() -> None:
-    auto = SparseAverage(ThreadTransport(on_threads(32, lambda _: None)[1], 0), "auto", True)
+    auto = SparseAverage(ThreadTransport(on_threads(32, lambda _: None)[1], 0), GTopK())
     auto.network = Network(62 * 0.436e-3, 62 / 32 * 9e-9, workers=32)  # of the paper: 1 Gbit/s
     n = 25 << 20
     assert auto.choose(4 * n, n // 1000, n) == "gtopk"
     assert auto.choose(4 * n, n // 2, n) == "dense"
     auto.network = Network(2 * 0.436e-3, 9e-9, workers=2)  # as many bytes with two ranks, in
     assert auto.choose(4 * n, n // 1000, n) == "topk"  # half as many rounds
-    one = SparseAverage(ThreadTransport(on_threads(1, lambda _: None)[1], 0), "gtopk", True)
+    one = SparseAverage(ThreadTransport(on_threads(1, lambda _: None)[1], 0), GTopK(mode="gtopk"))
     assert one.choose(8, 1, 2) == "gtopk"
     assert one.choose(8, 2, 2) == "dense"  # to the bit what training without it sends
 
@@ -190,6 +266,7 @@ def test_densities_of_the_warm_up() -> None:
         ({"conserve": "yes"}, "conserve must be True or False, not 'yes'"),
         ({"per": "layer"}, "per must be bucket or unit, not 'layer'"),
         ({"mode": "dense"}, "mode must be gtopk or topk or auto, not 'dense'"),
+        ({"select": "random"}, "select must be a function or None, not 'random'"),
         ({"mode": ["gtopk"]}, "mode must be gtopk or topk or auto, not a list of 1 items"),
     ],
 )

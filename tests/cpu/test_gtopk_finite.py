@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,19 +10,12 @@ import torch
 from gtopk_reference import batch
 from gtopk_training import Training, small
 from torch.nn.functional import cross_entropy
-from training_models import (
-    apart,
-    copied,
-    error_of,
-    imported,  # noqa: F401
-    same,
-)
-from training_pair import Cases
+from training_models import apart, copied, error_of, imported, same
 
 from linkweave import GTopK
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
-case = Cases()
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 
 
 class Heard(logging.Handler):
@@ -134,15 +126,15 @@ def poisoned(spec: GTopK, policy: str, rank: int) -> None:
 SHARES = [(0.05, "gtopk"), (1.0, "auto"), (0.05, "topk"), (1e-6, "gtopk")]
 
 
-@case
-def gradients_that_are_not_finite(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_that_are_not_finite(rank: int) -> None:
     for density, mode in SHARES:
         for per, policy in (("bucket", "wfbp"), ("bucket", "ddp"), ("unit", "ddp")):
             poisoned(GTopK(density, per=per, mode=mode), policy, rank)
 
 
-@case
-def what_looks_at_gradients_sees_it(rank: int) -> None:
+@on_ranks(2)
+def test_what_looks_at_gradients_sees_it(rank: int) -> None:
     """As after a dense average: the norm is NaN. An unknown scaler is refused."""
     for spec in (GTopK(0.05), GTopK(1.0)):
         mine = Poisoned(spec, lr=0.1).steps(0)
@@ -165,8 +157,8 @@ def what_looks_at_gradients_sees_it(rank: int) -> None:
             assert "a GradScaler does not work with GTopK" in said
 
 
-@case
-def none_is_finite_for_many_steps(rank: int) -> None:
+@on_ranks(2)
+def test_none_is_finite_for_many_steps(rank: int) -> None:
     mine = Poisoned(GTopK(0.05, warmup=(0.5,), epoch_steps=2), lr=0.1, momentum=0.9).steps(0)
     before = copied(mine.model.state_dict())
     mine.poison = {"3.weight": float("nan")} if rank else {}
@@ -179,8 +171,3 @@ def none_is_finite_for_many_steps(rank: int) -> None:
     mine.poison = {}
     mine.steps(41, 42)
     assert all(x.isfinite().all() for x in mine.close().values())
-
-
-@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
-def test_case(body: Callable[[int], None]) -> None:
-    case.run(body)

@@ -14,19 +14,15 @@ from gtopk_reference import batch
 from gtopk_training import SGD, Training, schedule, small
 from machines import on_group, on_machines
 from torch.nn.functional import cross_entropy
-from training_models import (
-    copied,
-    error_of,
-    imported,  # noqa: F401
-    same,
-)
+from training_models import copied, error_of, imported, same
 
 from linkweave import GTopK, collectives
 from linkweave.collectives import CollectiveError, DataParallel
 from linkweave.kernels import gtopk
 from tests.cpu.helpers import outlive
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 SPEC = GTopK(0.03, warmup=(0.2,), epoch_steps=3, mode="gtopk")
 VICTIM, SIZE = 2, 4  # which merges what rank 3 sends
 
@@ -57,7 +53,8 @@ def test_a_rank_dies_in_a_merge(tmp_path: Path, patient: None) -> None:
         assert all("rank 2" in one for one in said), said
 
 
-def raises_in_a_merge(rank: int) -> list[str]:
+@on_ranks(SIZE)
+def test_a_merge_raises(rank: int) -> None:
     mine = Training(SPEC, lr=0.1, momentum=0.9).steps(0, 1)
     if rank == VICTIM:
 
@@ -67,12 +64,7 @@ def raises_in_a_merge(rank: int) -> list[str]:
         gtopk.merge = merge
     found = [error_of(lambda: mine.steps(2, 3, 4)), error_of(lambda: mine.model.finish())]
     error_of(mine.model.close)
-    return found
-
-
-def test_a_merge_raises() -> None:
-    for said in collectives.spawn(raises_in_a_merge, SIZE, timeout=60):
-        assert all("rank 2" in one for one in said), said
+    assert all("rank 2" in said for said in found), found
 
 
 class OverGroup(Training):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,14 @@ import pytest
 import torch
 from gtopk_training import ALL, SGD, Training
 from torch import nn
-from training_models import (
-    apart,
-    copied,
-    error_of,
-    imported,  # noqa: F401
-    same,
-)
-from training_pair import Cases
+from training_models import apart, copied, error_of, imported, same
 
-from linkweave import DataParallel, GTopK, collectives
+from linkweave import GTopK, collectives
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.training.gtopk.options import KEY, resharded
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
-case = Cases()
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 SPEC = GTopK(0.03, warmup=(0.3, 0.1), epoch_steps=2)
 HEAVY = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -87,8 +79,8 @@ def test_training_goes_on_to_the_bit(options: dict[str, Any], tmp_path: Path) ->
     assert not same(want[0], want[1])  # residuals are a rank's own
 
 
-@case
-def states_before_the_first_pass(rank: int) -> None:
+@on_ranks(2)
+def test_states_before_the_first_pass(rank: int) -> None:
     """What was loaded is what is saved."""
     mine = Training(SPEC, **HEAVY)
     assert KEY not in mine.optimizer.state_dict()
@@ -105,8 +97,8 @@ def states_before_the_first_pass(rank: int) -> None:
     other.model.close()
 
 
-@case
-def states_of_training_without_an_exchange(rank: int) -> None:
+@on_ranks(2)
+def test_states_of_training_without_an_exchange(rank: int) -> None:
     """What the exchange keeps is dropped; the optimizer's momentum goes on."""
     dense = Training("dense", **HEAVY).steps(0, 1, 2)
     state = {"model": dense.model.state_dict(), "optimizer": dense.optimizer.state_dict()}
@@ -140,8 +132,8 @@ def _through(state: Any) -> Any:
     return file
 
 
-@case
-def states_that_do_not_fit(rank: int) -> None:
+@on_ranks(2)
+def test_states_that_do_not_fit(rank: int) -> None:
     mine = Training(SPEC, **HEAVY).steps(0, 1)
     state = mine.optimizer.state_dict()
     for changes, words in (
@@ -166,8 +158,8 @@ def states_that_do_not_fit(rank: int) -> None:
     mine.close()
 
 
-@case
-def a_closed_training_leaves_a_plain_optimizer(rank: int) -> None:
+@on_ranks(2)
+def test_a_closed_training_leaves_a_plain_optimizer(rank: int) -> None:
     mine = Training(SPEC, **HEAVY).steps(0, 1)
     mine.model.close()
     assert type(mine.optimizer) is SGD
@@ -225,26 +217,20 @@ def test_a_single_rank_cannot_take_what_was_not_sent(tmp_path: Path) -> None:
         resharded(states, 1)
 
 
-def frozen(rank: int) -> list[bool]:
-    """Whether what was not sent of a parameter outlasts steps in which it is frozen."""
-    mine = Training(SPEC, **HEAVY)
-    mine.model.close()
-    mine.model = DataParallel(mine.inner, mine.optimizer, exchange=SPEC)  # for units of any kind
-    mine.steps(0, 1, 2)
+@on_ranks(2)
+def test_residuals_of_frozen_parameters_stay(rank: int) -> None:
+    """What was not sent of a parameter outlasts steps in which it is frozen."""
+    mine = Training(SPEC, policy="auto", measured=True, **HEAVY).steps(0, 1, 2)
     name, parameter = next(iter(mine.inner.named_parameters()))
     before = mine.optimizer.state_dict()[KEY]["residual"][name].clone()
     parameter.requires_grad_(False)
     mine.steps(3)
     between = mine.optimizer.state_dict()[KEY]["residual"][name]
-    return [bool(before.any()), torch.equal(before, between)]
+    assert before.any() and torch.equal(before, between)
 
 
-def test_residuals_of_frozen_parameters_stay() -> None:
-    assert collectives.spawn(frozen, 2, timeout=60) == [[True, True]] * 2
-
-
-@case
-def buffers_and_odd_shapes(rank: int) -> None:
+@on_ranks(2)
+def test_buffers_and_odd_shapes(rank: int) -> None:
     """Strides of channels last and parameters of no dimension go through a file."""
 
     class Odd(nn.Module):
@@ -266,8 +252,3 @@ def buffers_and_odd_shapes(rank: int) -> None:
     assert same(everything(mine), everything(other))
     mine.model.close()
     other.model.close()
-
-
-@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
-def test_case(body: Callable[[int], None]) -> None:
-    case.run(body)

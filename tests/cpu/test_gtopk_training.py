@@ -3,7 +3,6 @@ dense training. Each case runs on several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -11,31 +10,24 @@ import pytest
 import torch
 from gtopk_reference import Reference
 from gtopk_training import ALL, SGD, Training, schedule, small
-from training_models import (
-    adamw,
-    apart,
-    error_of,
-    imported,  # noqa: F401
-    same,
-)
-from training_pair import Cases
+from training_models import adamw, apart, error_of, imported, same
 
-from linkweave import GTopK, collectives
+from linkweave import GTopK
 from linkweave.collectives.training import tuner
 from linkweave.collectives.training.tuner import SPARSE
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.2}, {"lr": 0.1, "momentum": 0.9},
     {"lr": 0.05, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
     {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "maximize": True},
 ]  # fmt: skip
-case = Cases()
 
 
 # ---- a few entries -------------------------------------------------------------------------------
-def as_the_reference(rank: int) -> None:
-    size = collectives.get_default().size
+@on_ranks(2, 3, pytest.param(5, marks=pytest.mark.slow))
+def test_training_is_the_references_to_the_bit(rank: int, size: int) -> None:
     by_bucket = product(OPTIONS, ("bucket",), ("gtopk",))
     every = (*by_bucket, *product(OPTIONS[1:3], ("unit",), ("gtopk", "topk")))
     for number, (options, per, mode) in enumerate(every):
@@ -52,13 +44,8 @@ def as_the_reference(rank: int) -> None:
         assert same(mine.close(), inner.state_dict())
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
-def test_training_is_the_references_to_the_bit(size: int) -> None:
-    collectives.spawn(as_the_reference, size, timeout=60)
-
-
-@case
-def each_all_reduce_sends_its_share(rank: int) -> None:
+@on_ranks(2)
+def test_each_all_reduce_sends_its_share(rank: int) -> None:
     for per in ("bucket", "unit"):
         for policy, ops in (("wfbp", 3), ("ddp", 1)):
             mine = Training(GTopK(0.02, per=per, mode="topk"), policy=policy, lr=0.1)
@@ -75,7 +62,8 @@ def each_all_reduce_sends_its_share(rank: int) -> None:
 
 
 # ---- all entries ---------------------------------------------------------------------------------
-def as_dense(rank: int) -> None:
+@on_ranks(1, 2, 3)
+def test_what_sends_everything_trains_as_dense(rank: int) -> None:
     for options in OPTIONS:
         want = Training("dense", **options).steps(*range(6)).close()
         for mode in ("auto", "gtopk", "topk"):
@@ -86,43 +74,27 @@ def as_dense(rank: int) -> None:
     assert same(found, want)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_sends_everything_trains_as_dense(size: int) -> None:
-    collectives.spawn(as_dense, size, timeout=60)
-
-
-@case
-def auto_measures_and_tries_without_a_trace(rank: int) -> None:
+@on_ranks(2)
+def test_auto_measures_and_tries_without_a_trace(rank: int) -> None:
     steps = range(tuner.SETTLED + 2)
     want = Training("dense", lr=0.1).steps(*steps).close()
     for mode in ("gtopk", "auto"):
         spec = GTopK(1.0, mode=mode)
-        mine = Training(spec, policy="auto", lr=0.1).steps(*steps)
+        mine = Training(spec, policy="auto", measured=True, lr=0.1).steps(*steps)
         assert mine.model.schedule.policy in (*SPARSE, "at once")
         assert not mine.model.program.chained
         assert not any(bool(x.any()) for x in mine.sparse._residuals)
         assert apart(mine.close(), want) < 1e-5
 
 
-@case
-def a_momentum_that_is_set_to_zero_is_no_longer_nesterovs(rank: int) -> None:
+@on_ranks(2)
+def test_a_momentum_that_is_set_to_zero_is_no_longer_nesterovs(rank: int) -> None:
     states = []
     for exchange in ("dense", ALL):
         mine = Training(exchange, lr=0.1, momentum=0.9, nesterov=True).steps(0, 1)
         mine.optimizer.param_groups[0]["momentum"] = 0.0
         states.append(mine.steps(2, 3).close())
     assert apart(*states) < 1e-6
-
-
-def own_steps(rank: int, optimizer: Any) -> None:
-    """Optimizers that carry out their own step."""
-    mine, other = Training(GTopK(1.0), optimizer), Training("dense", optimizer)
-    for step in range(4):
-        mine.steps(step)
-        other.steps(step)
-        assert same(mine.model.state_dict(), other.model.state_dict())
-    mine.close()
-    other.close()
 
 
 class Signs(torch.optim.Optimizer):
@@ -143,14 +115,19 @@ class Hooked(SGD):
         super().__init__(parameters, 0.1, momentum=0.5)
 
 
-@case
-def other_optimizers_have_their_own_step(rank: int) -> None:
+@on_ranks(2)
+def test_other_optimizers_have_their_own_step(rank: int) -> None:
     for optimizer in (Signs, Hooked):
-        own_steps(rank, optimizer)
+        mine, other = Training(GTopK(1.0), optimizer), Training("dense", optimizer)
+        for step in range(4):
+            states = [one.steps(step).model.state_dict() for one in (mine, other)]
+            assert same(*states)
+        mine.close()
+        other.close()
 
 
-@case
-def groups_of_parameters(rank: int) -> None:
+@on_ranks(2)
+def test_groups_of_parameters(rank: int) -> None:
     def groups(parameters: Any, **options: Any) -> Any:
         first, second, *others = parameters
         return SGD(
@@ -167,14 +144,9 @@ def groups_of_parameters(rank: int) -> None:
     assert apart(sparse.steps(*range(2)).close(), found) < 1e-6
 
 
-@case
-def ranks_with_different_exchanges_raise(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_with_different_exchanges_raise(rank: int) -> None:
     for exchange in (GTopK(0.01 * (rank + 1)), ("dense", GTopK())[rank]):
         said = error_of(lambda e=exchange: Training(e, lr=0.1))
         assert "ranks 0 and 1 have different exchanges or options; this rank's is" in said
         assert repr(exchange) in said
-
-
-@pytest.mark.parametrize("body", case, ids=lambda body: body.__name__)
-def test_case(body: Callable[[int], None]) -> None:
-    case.run(body)

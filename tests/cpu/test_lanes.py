@@ -6,22 +6,24 @@ import gc
 import os
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 
 from linkweave import collectives
-from linkweave.collectives import CollectiveAborted, CollectiveError
+from linkweave.collectives import CollectiveAborted
 from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT
 from tests.cpu.helpers import error_of
 
 
-def shared_with_parts(rank: int) -> list[Any]:
+@on_ranks(2, 3, 5)
+def test_tensors_of_the_whole_are_not_staged_on_parts(rank: int) -> None:
     comm: Any = get_default()
+    total = float(sum(range(comm.size)))
     x = comm.empty(200_000)
     found = []
     for part in [comm.split(), *comm.lanes(2)]:
@@ -33,17 +35,13 @@ def shared_with_parts(rank: int) -> list[Any]:
         y[:] = rank
         comm.allreduce(y)
         found.append(float(y[0]))
-    return found
+    assert found == [(total, True), total] * 3
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_tensors_of_the_whole_are_not_staged_on_parts(size: int) -> None:
-    total = float(sum(range(size)))
-    assert collectives.spawn(shared_with_parts, size) == [[(total, True), total] * 3] * size
-
-
-def short_beside_long(rank: int) -> int:
-    """How often 64 bytes are through on one lane while 64 MiB are on the other."""
+@on_ranks(2)
+def test_a_short_call_does_not_wait_for_a_long_one_on_another_lane(rank: int) -> None:
+    """How often 64 bytes are through on one lane while 64 MiB are on the other. In one of many
+    tries, as the machine may be busy: behind it, it would be in none."""
     slow, fast = get_default().lanes(2)
     big, small = np.ones(1 << 24, np.float32), np.ones(16, np.float32)
     slow.allreduce(big)
@@ -55,30 +53,22 @@ def short_beside_long(rank: int) -> int:
         fast.allreduce(small)
         ahead += not work.done()
         work.wait()
-    return ahead
+    assert ahead
 
 
-def test_a_short_call_does_not_wait_for_a_long_one_on_another_lane() -> None:
-    """In one of many tries, as the machine may be busy: behind it, it would be in none."""
-    assert all(collectives.spawn(short_beside_long, 2))
-
-
-def in_other_order(rank: int) -> list[str]:
+@on_ranks(2)
+def test_lanes_compare_the_order_of_all_their_calls(rank: int) -> None:
     comm = get_default()
     first, second = comm.lanes(2)
     x = np.ones(4, np.float32)
     works = [lane.allreduce(x, async_op=True) for lane in ((first, second), (second, first))[rank]]
     said = [error_of(work.wait) for work in works]
     comm.barrier()
-    return said
+    assert all(re.search("as call [12] on lanes; ranks .* as call [12] on", s) for s in said)
 
 
-def test_lanes_compare_the_order_of_all_their_calls() -> None:
-    for said in collectives.spawn(in_other_order, 2):
-        assert all(re.search("as call [12] on lanes; ranks .* as call [12] on", s) for s in said)
-
-
-def many_parts(rank: int) -> list[int]:
+@on_ranks(3)
+def test_closed_parts_give_their_segments_back(rank: int) -> None:
     comm: Any = get_default()
     held = comm._arena.mapping.held
     before = held()
@@ -90,14 +80,11 @@ def many_parts(rank: int) -> list[int]:
     for part in parts:
         part.close()
     comm.barrier()
-    return [before, most, held()]
+    assert [before, most, held()] == [1, 1 + 6 + 2 * 3, 1]
 
 
-def test_closed_parts_give_their_segments_back() -> None:
-    assert collectives.spawn(many_parts, 3) == [[1, 1 + 6 + 2 * 3, 1]] * 3
-
-
-def use_memory(rank: int) -> list[int]:
+@on_ranks(2)
+def test_memory_comes_back_at_once(rank: int) -> None:
     """Pages of the shared file, in MiB: with a tensor, without, with a part's plan, without."""
     comm: Any = get_default()
     found = []
@@ -118,7 +105,9 @@ def use_memory(rank: int) -> list[int]:
         part.allreduce(np.ones(1 << 22, np.float32), algorithm="two_shot")
         measure()
     measure()
-    return [a - found[0] for a in found]
+    _, tensors, none, plan, closed = [a - found[0] for a in found]
+    assert 60 <= tensors <= 70 and none <= 4
+    assert closed <= plan + 1 <= 8
 
 
 def pages() -> int:
@@ -128,13 +117,8 @@ def pages() -> int:
     return max(os.stat(fd).st_blocks for fd in files) * 512 >> 20
 
 
-def test_memory_comes_back_at_once() -> None:
-    for _, tensors, none, plan, closed in collectives.spawn(use_memory, 2):
-        assert 60 <= tensors <= 70 and none <= 4
-        assert closed <= plan + 1 <= 8
-
-
-def no_segment_left(rank: int) -> str:
+@on_ranks(2)
+def test_too_many_parts_are_refused_on_every_rank(rank: int) -> None:
     comm: Any = get_default()
     taken = comm._arena.mapping.take(4000 * SEGMENT) if rank == 0 else None
     said = error_of(comm.lanes, 64) + error_of(comm.lanes, 64 + 1)
@@ -144,27 +128,23 @@ def no_segment_left(rank: int) -> str:
     comm.barrier()
     with comm.lanes(1)[0] as lane:
         lane.barrier()
-    return said
+    assert "close those that are not needed" not in said or "segments" in said
+    assert "integer from 1 to 64, not 65" in said
 
 
-def test_too_many_parts_are_refused_on_every_rank() -> None:
-    for said in collectives.spawn(no_segment_left, 2):
-        assert "close those that are not needed" not in said or "segments" in said
-        assert "integer from 1 to 64, not 65" in said
-
-
-def pairs(rank: int) -> list[Any]:
+@pytest.mark.parametrize(("size", "topology"), [(n, f"mesh-{n}") for n in (2, 3, 5)])
+@on_ranks(params=["topology"])
+def test_ranks_send_to_each_other(rank: int) -> None:
     comm = get_default()
     size = comm.size
     after, before = (rank + 1) % size, (rank - 1) % size
-    found = []
     for n in (0, 1, 7, 100_003):
         sent, got = np.full(n, rank, np.int32), np.zeros(n, np.int32)
         work = comm.send(sent, after, async_op=True)
         comm.recv(got, before)
         assert work is not None
         work.wait()
-        found.append(bool((got == before).all()))
+        assert (got == before).all()
     if rank == 0:
         for i in range(3):
             collectives.send(torch.full((2,), float(i)), size - 1)
@@ -172,17 +152,12 @@ def pairs(rank: int) -> list[Any]:
         x = torch.zeros(2)
         for i in range(3):
             collectives.recv(x, 0)
-            found.append(x.tolist() == [float(i)] * 2)
+            assert x.tolist() == [float(i)] * 2
     comm.barrier()
-    return found
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_ranks_send_to_each_other(size: int) -> None:
-    assert all(all(found) for found in collectives.spawn(pairs, size, f"mesh-{size}"))
-
-
-def wrong_messages(rank: int) -> list[str]:
+@on_ranks(3)
+def test_messages_that_do_not_fit(rank: int) -> None:
     comm = get_default()
     x = np.ones(4, np.float32)
     said = [
@@ -192,45 +167,27 @@ def wrong_messages(rank: int) -> list[str]:
     ]  # fmt: skip
     if rank < 2:
         comm.recv(x, 0) if rank else comm.send(x, 1)
-    return said
+    if rank == 0:
+        assert "cannot send to itself" in said[0]
+        assert "a rank must be an integer from 0 to 2, not 3" in said[1]
+        assert "not '1'" in said[2]
+        assert said[3].endswith("differs: rank 0 sends 4 x float32; rank 1 receives 3 x float32")
+        assert "refused its arguments: a torch tensor" in said[4]
 
 
-def test_messages_that_do_not_fit() -> None:
-    found = collectives.spawn(wrong_messages, 3)
-    assert "cannot send to itself" in found[0][0]
-    assert "a rank must be an integer from 0 to 2, not 3" in found[0][1]
-    assert "not '1'" in found[0][2]
-    said = "differs: rank 0 sends 4 x float32; rank 1 receives 3 x float32"
-    assert found[0][3].endswith(said)
-    assert "refused its arguments: a torch tensor" in found[0][4]
-
-
-def never_sent(rank: int, path: str) -> None:
-    comm = get_default()
+@on_ranks(2, timeout=200)
+def test_a_receiver_hears_at_once_that_the_sender_has_left(rank: int) -> None:
+    words = "rank 1 has returned or was closed; rank 0 waits for rank 1 to send"
     if rank == 0:
         start = time.monotonic()
-        try:
-            comm.recv(np.ones(3), 1)
-        except CollectiveAborted as error:
-            Path(path).write_text(f"{time.monotonic() - start}|{error}")
+        with pytest.raises(CollectiveAborted, match=words):
+            get_default().recv(np.ones(3), 1)
+        assert time.monotonic() - start < 100
 
 
-def test_a_receiver_hears_at_once_that_the_sender_has_left(tmp_path: Path) -> None:
-    collectives.spawn(never_sent, 2, args=(str(tmp_path / "said"),), timeout=200)
-    took, text = (tmp_path / "said").read_text().split("|")
-    assert (
-        float(took) < 100
-        and "rank 1 has returned or was closed; rank 0 waits for rank 1 to send" in text
-    )
-
-
-def test_a_lane_number_is_checked() -> None:
-    def work(rank: int) -> list[str]:
-        comm = get_default()
-        return [error_of(comm.lanes, 0), error_of(comm.lanes, 1 + rank), error_of(comm.lanes, "2")]
-
-    for said in collectives.spawn(work, 2):
-        assert "integer from 1 to 64, not 0" in said[0]
-        assert "different numbers of lanes: [1, 2]" in said[1]
-        assert "not '2'" in said[2]
-    assert isinstance(CollectiveError(), Exception)
+@on_ranks(2)
+def test_a_lane_number_is_checked(rank: int) -> None:
+    lanes = get_default().lanes
+    assert "integer from 1 to 64, not 0" in error_of(lanes, 0)
+    assert "different numbers of lanes: [1, 2]" in error_of(lanes, 1 + rank)
+    assert "not '2'" in error_of(lanes, "2")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from gpu_ranks import MODES, Machine, failure, gpus, plain, tensor
+from gpu_ranks import MODES, Machine, Numbered, failure, gpus, on_gpus, tensor
 from host_gpu import HostDevice, needs_compiler
 
 from linkweave import collectives
@@ -19,8 +19,7 @@ from linkweave.collectives.runtime.gpu.team import Launch, LaunchOrder
 from tests.cpu.helpers import hurry
 
 pytestmark = needs_compiler
-SMALL = partial(plain, multiprocessors=3)  # one launch takes all of it
-SEVERAL_GPUS = ("a thread a GPU", "a process a GPU")
+SMALL = partial(Numbered, multiprocessors=3)  # one launch takes all of it
 
 
 def two_lanes(n: int = 40_000) -> tuple[list[Any], list[Any]]:
@@ -34,8 +33,18 @@ def two_lanes(n: int = 40_000) -> tuple[list[Any], list[Any]]:
     return lanes, tensors
 
 
-def held_back(rank: int, machine: Machine, fits: bool, n: int) -> list[float]:
-    """Rank 0's first stream is busy; its second one is not, and rank 1's are not either."""
+@pytest.mark.parametrize(
+    ("machine", "fits", "n", "max_blocks"),
+    [(SMALL, False, 40_000, None), (Numbered, True, 40_000, 8), (Numbered, True, 256, None)],
+    indirect=["machine"],
+)
+@on_gpus(2, "a thread a GPU", "a process a GPU", params=["max_blocks"], timeout=60)
+def test_launches_wait_for_each_other_unless_they_fit_side_by_side(
+    rank: int, machine: Machine, fits: bool, n: int
+) -> None:
+    """Rank 0's first stream is busy; its second one is not, and rank 1's are not either. Without
+    the wait each of the two would get one of the GPUs, and wait for the other one. They fit because
+    they are limited, or because short messages take few thread blocks."""
     (first, second), (x, y) = two_lanes(n)
     busy = threading.Event()
     if rank == 0:
@@ -50,41 +59,14 @@ def held_back(rank: int, machine: Machine, fits: bool, n: int) -> list[float]:
     busy.set()
     first.synchronize()
     second.synchronize()
-    return [float(x.array[-1]), float(y.array[-1])]
+    assert x.array[-1] == y.array[-1] == 4
 
 
-@pytest.mark.parametrize("mode", SEVERAL_GPUS)
-def test_launches_that_do_not_fit_side_by_side_wait_for_each_other(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise each of the two gets one of the GPUs, and waits for the other one."""
-    with gpus(monkeypatch, SMALL) as machine:
-        found = collectives.spawn(
-            held_back, 2, "mesh-2", (machine, False, 40_000), timeout=60, **MODES[mode]
-        )
-    assert found == [[4.0, 4.0]] * 2
-
-
-@pytest.mark.parametrize(("n", "most"), [(40_000, 8), (256, None)])
-@pytest.mark.parametrize("mode", SEVERAL_GPUS)
-def test_launches_that_fit_side_by_side_do_not_wait(
-    mode: str, n: int, most: int | None, machine: Machine
-) -> None:
-    """Because they are limited, or because short messages take few thread blocks."""
-    found = collectives.spawn(
-        held_back, 2, "mesh-2", (machine, True, n), timeout=60, max_blocks=most, **MODES[mode]
-    )
-    assert found == [[4.0, 4.0]] * 2
-
-
-class Interrupted(HostDevice):
+class Interrupted(Numbered):
     """Once `slow` is set, GPU 0 waits after a launch for that of another thread."""
 
     slow = False
     one_queue = True
-
-    def __init__(self, index: int) -> None:
-        super().__init__(17, index=index, bus_id=f"0000:0{index}:00.0")
 
     def launch(self, *arguments: Any) -> None:
         super().launch(*arguments)
@@ -95,7 +77,9 @@ class Interrupted(HostDevice):
                 time.sleep(0.01)
 
 
-def from_two_threads(rank: int, machine: Machine) -> list[float]:
+@on_gpus(2, "a thread a GPU", make=Interrupted, timeout=60, max_blocks=4)
+def test_a_call_is_enqueued_on_all_gpus_before_the_next_one(rank: int, machine: Machine) -> None:
+    """Otherwise two queues hold the two calls in opposite orders."""
     lanes, tensors = two_lanes()
     machine(0).slow = True  # type: ignore[attr-defined]
     get_default().barrier()
@@ -105,20 +89,9 @@ def from_two_threads(rank: int, machine: Machine) -> list[float]:
     other.join()
     for lane in lanes:
         lane.synchronize()
-    return [float(x.array[-1]) for x in tensors]
-
-
-def test_a_call_is_enqueued_on_all_gpus_before_the_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Otherwise two queues hold the two calls in opposite orders."""
-    with gpus(monkeypatch, Interrupted) as machine:
-        found = collectives.spawn(
-            from_two_threads, 2, "mesh-2", (machine,), timeout=60, max_blocks=4,
-            **MODES["a thread a GPU"],
-        )  # fmt: skip
-        orders = [[stream for stream, _ in machine(i).launches[2:]] for i in (0, 1)]
-    assert found == [[4.0, 4.0]] * 2
+    assert [x.array[-1] for x in tensors] == [4, 4]
+    get_default().barrier()
+    orders = [[stream for stream, _ in machine(i).launches[2:]] for i in (0, 1)]
     assert orders[0] == orders[1] and sorted(orders[0]) == [5, 6]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -35,6 +37,13 @@ def run(*cells: str) -> list[str]:
                 for out in cell["outputs"])
         for cell in done["cells"]
     ]  # fmt: skip
+
+
+def test_the_recipe_runs() -> None:
+    page = Path(__file__).parents[2] / "docs/howto/recipes.md"
+    (cells,) = re.findall(r"```ipython\n(.*?)```", page.read_text(), re.DOTALL)
+    found, plan = run(*cells.split("# %%\n"))[1:]
+    assert found and f"shows `{found}`" in page.read_text() and plan.startswith("<Plan: allreduce")
 
 
 def test_a_notebook_starts_ranks() -> None:

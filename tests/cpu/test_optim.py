@@ -18,14 +18,8 @@ import torch
 from linkweave.kernels import optim
 from linkweave.kernels.optim import cpu
 from linkweave.kernels.optim.tables import BLOCK
+from tests.cpu import triton_checks
 from tests.cpu.casting import fused, same
-from tests.cpu.triton_checks import (
-    ARCHITECTURES,
-    OnGpu,
-    compiled,
-    resources,
-    same_bits_in_the_interpreter,
-)
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.float64)
@@ -332,10 +326,12 @@ def test_tables_on_a_gpu_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(sgd=lambda *a: calls.append(a), adam=lambda *a: calls.append(a))
     monkeypatch.setitem(sys.modules, "linkweave.kernels.optim.gpu", module)
     monkeypatch.setattr(optim, "gpu", module, raising=False)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self.as_subclass(OnGpu))
-    table = optim.Table(*([zeros(BLOCK + 1).as_subclass(OnGpu)] for _ in range(4)))
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, device: self.as_subclass(triton_checks.OnGpu)
+    )
+    table = optim.Table(*([zeros(BLOCK + 1).as_subclass(triton_checks.OnGpu)] for _ in range(4)))
     assert table.rows.dtype == torch.int64 and table.rows.shape == (2, 5)
-    partials = zeros(2, dtype=torch.float64).as_subclass(OnGpu)
+    partials = zeros(2, dtype=torch.float64).as_subclass(triton_checks.OnGpu)
     optim.sgd(table, lr=0.1, maximize=True, partials=partials)
     optim.adam(table, step=1, lr=0.1)
     assert calls[0] == (table, (-1, 0, 0, 1, np.float32(-0.1)), False, False, partials)
@@ -348,7 +344,7 @@ def test_tables_on_a_gpu_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- in Triton ----------------------------------------------------------------------------------
 def test_the_triton_kernels_in_the_interpreter() -> None:
-    same_bits_in_the_interpreter("interpreted_optim")
+    triton_checks.same_bits_in_the_interpreter("interpreted_optim")
 
 
 SGD_SCALARS = ("sign", "decay", "momentum", "rest", "rate")
@@ -375,14 +371,14 @@ def machine_code(name: str, with_partials: bool, architecture: int) -> Any:
 
     kernel, scalars, flags = COMPILED[name]
     signature = {"rows": "*i64", "partials": "*fp64"} | dict.fromkeys(scalars, "fp32")
-    return compiled(
+    return triton_checks.compiled(
         getattr(gpu, kernel), signature,
         {**flags, "BLOCK": BLOCK} | ({} if with_partials else {"partials": None}),
         range(1 + with_partials), architecture, num_warps=gpu.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", triton_checks.ARCHITECTURES)
 @pytest.mark.parametrize("name", COMPILED)
 def test_the_triton_kernels_compile(
     name: str, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -400,6 +396,6 @@ def test_the_triton_kernels_compile(
         assert found == {each: per_thread * many for each, many in OPERATIONS[name].items()}
         assert ("f64" in ptx) == with_partials
         assert not re.search(r"\.(ftz|sat|local|approx|full)\b", ptx)
-        used = resources(kernel.asm["cubin"], tmp_path)
+        used = triton_checks.resources(kernel.asm["cubin"], tmp_path)
         assert (used["STACK"], used["LOCAL"]) == (0, 0)
         assert used["REG"] <= 48  # for 1,280 threads of a multiprocessor

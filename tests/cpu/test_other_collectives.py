@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 
 from linkweave import collectives
 from linkweave.collectives.calls.communicator import Communicator, get_default
@@ -89,7 +90,8 @@ def shapes(size: int) -> list[tuple[int, ...]]:
     return [(size,), (size * 211,), (0,), (0, 3), (size, 0), (2 * size, 3, 5), (3 * size, 1)]
 
 
-def _every_dtype(rank: int) -> None:
+@on_ranks(*SIZES[:-1])
+def test_every_dtype_shape_and_op(rank: int) -> None:
     comm = get_default()
     for dtype in TORCH_DTYPES:
         ops = ("sum", "min", "max", *(("avg",) if dtype.is_floating_point else ()))
@@ -103,11 +105,6 @@ def _every_dtype(rank: int) -> None:
             x = numbers(rank, (comm.size,), dtype)
             for call in (comm.reduce, comm.reduce_scatter):
                 assert "avg is not defined for" in error_of(call, x, "avg")
-
-
-@pytest.mark.parametrize("size", SIZES[:-1])
-def test_every_dtype_shape_and_op(size: int) -> None:
-    collectives.spawn(_every_dtype, size)
 
 
 # ---- long messages, bit for bit ----------------------------------------------------------------
@@ -156,8 +153,13 @@ def check_bits(comm: Communicator, count: int, shared: Callable[[int], bool]) ->
     assert x.tobytes() == want.tobytes()
 
 
-def _long(rank: int) -> None:
-    """More than a slot's 64 KiB a block; the same plans again and again, in any memory."""
+@pytest.mark.parametrize(
+    ("size", "topology"), [*((size, "auto") for size in SIZES[1:]), (8, "dgx1-v100"), (7, "ring-7")]
+)
+@on_ranks(params=["topology"])
+def test_any_length_has_the_references_bits(rank: int) -> None:
+    """More than a slot's 64 KiB a block; the same plans again and again, in any memory; on a DGX-1
+    and a ring data between some ranks is passed on by others."""
     comm = get_default()
     for count in (1, 13, 1009, 60_013):
         check_bits(comm, count, lambda r: False)
@@ -166,26 +168,12 @@ def _long(rank: int) -> None:
     check_bits(comm, 1009, lambda r: False)
 
 
-@pytest.mark.parametrize("size", SIZES[1:])
-def test_any_length_has_the_references_bits(size: int) -> None:
-    collectives.spawn(_long, size)
-
-
-@pytest.mark.parametrize(("size", "topology"), [(8, "dgx1-v100"), (7, "ring-7")])
-def test_over_the_links_of_a_machine(size: int, topology: str) -> None:
-    """Where data between some ranks is passed on by others."""
-    collectives.spawn(_long, size, topology)
-
-
-def _long_halves(rank: int) -> None:
+@on_ranks(3)
+def test_long_messages_of_short_numbers(rank: int) -> None:
     comm = get_default()
     for rows in (1, 1009, 40_009):
         for dtype in (torch.bfloat16, torch.float16, torch.int8):
             check_all(comm, lambda x: x, (comm.size * rows,), dtype)
-
-
-def test_long_messages_of_short_numbers() -> None:
-    collectives.spawn(_long_halves, 3)
 
 
 # ---- what is passed, and where it goes -----------------------------------------------------------
@@ -232,26 +220,6 @@ def _strided(rank: int) -> None:
         assert comm.allgather(x, out=out) is out and is_same(out, stack, x)
 
 
-def _in_place(rank: int) -> None:
-    """`out` may be, or be a part of, what is passed."""
-    comm = get_default()
-    size = comm.size
-    parts = [numbers(r, (3 * size, 2)) for r in range(size)]
-    x = parts[rank].clone()
-    assert comm.alltoall(x, out=x) is x
-    assert torch.equal(x, torch.cat([dealt(p, rank, size) for p in parts]))
-    x = parts[rank].clone()
-    comm.reduce_scatter(x, out=dealt(x, rank, size))
-    want = parts[rank].clone()
-    dealt(want, rank, size)[:] = dealt(combined(parts, "sum"), rank, size)
-    assert torch.equal(x, want)
-    x = parts[rank].clone().reshape(size, 3, 2)
-    comm.allgather(x[rank], out=x)
-    assert torch.equal(
-        x.reshape(-1, 2), torch.cat([dealt(p, r, size) for r, p in enumerate(parts)])
-    )
-
-
 def _kinds(rank: int) -> None:
     comm = get_default()
     size = comm.size
@@ -284,17 +252,14 @@ def _given_back(rank: int) -> None:
     assert comm.offset_of(comm.empty(1000)) == first
 
 
-def _all_kinds(rank: int) -> None:
-    for job in (_strided, _in_place, _kinds, _given_back):
+@on_ranks(*SIZES)
+def test_what_may_be_passed(rank: int) -> None:
+    for job in (_strided, _kinds, _given_back):
         job(rank)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_what_may_be_passed(size: int) -> None:
-    collectives.spawn(_all_kinds, size)
-
-
-def _async(rank: int) -> None:
+@on_ranks(1, 3, 5)
+def test_calls_under_way_keep_their_order(rank: int) -> None:
     comm = get_default()
     size = comm.size
     for shape in ((size, 3), (size * 20_011,)):
@@ -319,11 +284,6 @@ def _async(rank: int) -> None:
         assert "alltoall splits rows over" in error_of(refused.wait)
 
 
-@pytest.mark.parametrize("size", [1, 3, 5])
-def test_calls_under_way_keep_their_order(size: int) -> None:
-    collectives.spawn(_async, size)
-
-
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -341,7 +301,8 @@ def still_works(comm: Communicator) -> bool:
     )
 
 
-def _all_wrong(rank: int) -> None:
+@on_ranks(1, 3)
+def test_bad_input_is_refused_and_leaves_the_ranks_in_step(rank: int) -> None:
     comm = get_default()
     size = comm.size
     x = np.ones((size, 2), np.float32)
@@ -393,12 +354,8 @@ def _all_wrong(rank: int) -> None:
     assert (x == 1).all()
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_bad_input_is_refused_and_leaves_the_ranks_in_step(size: int) -> None:
-    collectives.spawn(_all_wrong, size)
-
-
-def _one_wrong(rank: int) -> list[str]:
+@on_ranks(3)
+def test_one_rank_that_is_refused_keeps_none_waiting(rank: int) -> None:
     """Rank 1 alone; the others learn of it instead of waiting."""
     comm = get_default()
     odd = rank == 1
@@ -414,16 +371,12 @@ def _one_wrong(rank: int) -> list[str]:
         said.append(error_of(call))
         assert still_works(comm)
     assert (x == 1).all()
-    return said
+    for words in said:
+        assert words and ("ranks [1]: refused its arguments" in words) == (rank != 1), words
 
 
-def test_one_rank_that_is_refused_keeps_none_waiting() -> None:
-    for rank, said in enumerate(collectives.spawn(_one_wrong, 3)):
-        for words in said:
-            assert words and ("ranks [1]: refused its arguments" in words) == (rank != 1), words
-
-
-def _differ(rank: int) -> list[str]:
+@on_ranks(3)
+def test_what_differs_between_ranks_is_an_error_on_every_rank(rank: int) -> None:
     comm = get_default()
     odd = rank == 1
     x = np.ones(12, np.float32)
@@ -439,23 +392,19 @@ def _differ(rank: int) -> list[str]:
         error_of(comm.reduce_scatter, long if odd else x),
     ]
     assert (x == 1).all() and still_works(comm)
-    return said
-
-
-def test_what_differs_between_ranks_is_an_error_on_every_rank() -> None:
     ones = ("alltoall(12 x", "reduce_scatter(12 x", "allreduce(12 x", "allgather(36 x",
             "alltoall(12 x int32", "reduce_scatter(12 x float32, max", "reduce(12 x",
             "reduce_scatter(24 x")  # fmt: skip
     others = ("allgather(12 x", "alltoall(12 x", "reduce(12 x", "allgather(12 x",
               "alltoall(12 x float32", "reduce_scatter(12 x float32, sum", "reduce(12 x",
               "reduce_scatter(12 x")  # fmt: skip
-    for said in collectives.spawn(_differ, 3):
-        for words, one, other in zip(said, ones, others, strict=True):
-            assert f"ranks [1]: {one}" in words and f"ranks [0, 2]: {other}" in words, words
-        assert "root 1)" in said[6] and "root 2)" in said[6]
+    for words, one, other in zip(said, ones, others, strict=True):
+        assert f"ranks [1]: {one}" in words and f"ranks [0, 2]: {other}" in words, words
+    assert "root 1)" in said[6] and "root 2)" in said[6]
 
 
-def _no_tensor(rank: int) -> None:
+@on_ranks(3)
+def test_an_out_that_is_no_tensor_is_refused(rank: int) -> None:
     comm = get_default()
     x = np.ones(3, np.float32)
     for call in (comm.allgather, comm.alltoall, comm.reduce_scatter):
@@ -466,11 +415,8 @@ def _no_tensor(rank: int) -> None:
             assert still_works(comm)
 
 
-def test_an_out_that_is_no_tensor_is_refused() -> None:
-    collectives.spawn(_no_tensor, 3)
-
-
-def _untouched(rank: int) -> None:
+@on_ranks(3)
+def test_a_call_that_fails_leaves_out_as_it_was(rank: int) -> None:
     """Calls that differ fail before any data moves, a rank's own included."""
     comm = get_default()
     x, out = np.ones(6 if rank == 1 else 3), np.zeros((3, 3))
@@ -482,38 +428,34 @@ def _untouched(rank: int) -> None:
     assert (out == 0).all()
 
 
-def test_a_call_that_fails_leaves_out_as_it_was() -> None:
-    collectives.spawn(_untouched, 3)
-
-
 # ---- a fixed order -------------------------------------------------------------------------------
-
-
-def _fixed(rank: int) -> tuple[list[bytes], list[bytes]]:
-    """The first elements, of which there are ever more, of what is reduced and of rank's block."""
-    comm = get_default()
-    size, root = comm.size, comm.size // 2
-    values = np.stack([random_floats(100 * rank + b, 60_000) for b in range(size)])
-    reduced, scattered = [], []
-    for count in (1, 1000, 60_000):
-        x = values[0, :count].copy()
-        comm.reduce(x, "sum", root)
-        reduced.append(x[:1000].tobytes() if rank == root else b"")
-        mine = comm.reduce_scatter(np.ascontiguousarray(values[:, :count]).reshape(-1))
-        scattered.append(mine[:1000].tobytes())
-    return reduced, scattered
 
 
 @pytest.mark.parametrize(
     ("size", "topology"), [(5, "auto"), (7, "mesh-7"), (8, "dgx1-v100"), (8, "ring-8")]
 )
-def test_a_fixed_order_gives_the_same_bits_for_every_size(size: int, topology: str) -> None:
-    for found in collectives.spawn(_fixed, size, topology, order="fixed"):
-        for one, thousand, many in found:
-            assert one == many[:4] and thousand == many
+@on_ranks(order="fixed", params=["topology"])
+def test_a_fixed_order_gives_the_same_bits_for_every_size(rank: int) -> None:
+    """The first elements, of which there are ever more, of sums and of a rank's block."""
+    comm = get_default()
+    size, root = comm.size, comm.size // 2
+    values = np.stack([random_floats(100 * rank + b, 60_000) for b in range(size)])
+    summed, reduced, scattered = [], [], []
+    for count in (1, 1000, 60_000):
+        x = values.reshape(-1)[: size * count].copy()
+        comm.allreduce(x)
+        summed.append(x[:1000].tobytes())
+        x = values[0, :count].copy()
+        comm.reduce(x, "sum", root)
+        reduced.append(x[:1000].tobytes() if rank == root else b"")
+        mine = comm.reduce_scatter(np.ascontiguousarray(values[:, :count]).reshape(-1))
+        scattered.append(mine[:1000].tobytes())
+    for one, thousand, many in (summed, reduced, scattered):
+        assert one == many[: len(one)] and thousand == many
 
 
-def _along_pairs(rank: int, size: int) -> list[list[int]]:
+@on_ranks(2, 3, 5)
+def test_messages_along_pairs(rank: int, size: int) -> None:
     comm, found = get_default(), []
     for pairs in ([], [(0, size - 1)], [(r + 1, r) for r in range(0, size - 1, 2)]):
         for shape in ((0,), (1,), (2, 40_000)):
@@ -523,10 +465,4 @@ def _along_pairs(rank: int, size: int) -> list[list[int]]:
             assert bool((x == source).all())
     for wrong in ([(0, 0)], [(0, size)], [(0, 1), (0, 1)]):
         found.append(error_of(lambda: comm.sendrecv(torch.zeros(1), wrong)))  # noqa: B023
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_messages_along_pairs(size: int) -> None:
-    for errors in collectives.spawn(_along_pairs, size, args=(size,), timeout=60):
-        assert all("sendrecv" in words for words in errors), errors
+    assert all("sendrecv" in words for words in found), found

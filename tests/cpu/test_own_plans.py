@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from on_ranks import on_ranks
 
 from linkweave import collectives
 from linkweave.collectives import Plan, PlanError, plan_allreduce, plan_collective
@@ -61,16 +62,12 @@ def test_a_plan_runs_as_the_reference_says() -> None:
     assert all(found == want for found in got)
 
 
-def long_message(rank: int, text: str) -> list[float]:
+@on_ranks(3)
+def test_chunks_that_do_not_fit_are_cut(rank: int) -> None:
     """Chunks that would not fit the slots."""
     x = np.full(1_000_000, rank, np.float32)
-    collectives.run(Plan.from_json(text), x, "avg")
-    return [float(x.min()), float(x.max())]
-
-
-def test_chunks_that_do_not_fit_are_cut() -> None:
-    text = plan_allreduce(load("cpu-3"), 64, "two_shot", 3).to_json()
-    assert collectives.spawn(long_message, 3, args=(text,)) == [[1.0, 1.0]] * 3
+    collectives.run(plan_allreduce(load("cpu-3"), 64, "two_shot", 3), x, "avg")
+    assert x.min() == x.max() == 1
 
 
 def wrong_ones(rank: int) -> list[str]:
@@ -104,7 +101,8 @@ def test_wrong_plans_are_refused_on_every_rank() -> None:
     assert "algorithm must be a name or a function" in first[6]
 
 
-def other_functions(rank: int) -> str:
+@on_ranks(2)
+def test_functions_that_differ_are_noticed(rank: int) -> None:
     def here(topology: Topology) -> Algorithm:
         return own_algorithm.line(topology)
 
@@ -112,8 +110,5 @@ def other_functions(rank: int) -> str:
         print()
         return own_algorithm.line(topology)
 
-    return error_of(collectives.allreduce, np.ones(9), algorithm=(here, there)[rank])
-
-
-def test_functions_that_differ_are_noticed() -> None:
-    assert all("differs" in said for said in collectives.spawn(other_functions, 2))
+    said = error_of(collectives.allreduce, np.ones(9), algorithm=(here, there)[rank])
+    assert "differs" in said

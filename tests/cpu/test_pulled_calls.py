@@ -3,11 +3,11 @@ assume the sizes of an earlier call."""
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from on_ranks import on_ranks
 
 from linkweave import collectives
 from linkweave.collectives.calls.communicator import get_default
@@ -125,7 +125,9 @@ def test_large_calls_read_the_other_ranks_memory(size: int) -> None:
         assert found == [False] * (20 if size == 2 else 12)
 
 
-def refused(rank: int, how: str) -> list[bool]:
+@pytest.mark.parametrize("how", ["at once", "later"])
+@on_ranks(3)
+def test_ranks_that_cannot_read_use_slots(rank: int, how: str) -> None:
     """One rank may not read, or finds out in the middle of a call."""
     comm: Any = get_default()
     comm.barrier()
@@ -137,16 +139,12 @@ def refused(rank: int, how: str) -> list[bool]:
         if rank == 1:
             calls.executor._pids[:] = 1 << 22  # no process has this number
     found = every_kind(comm, 20_011)
-    return [*found, calls.executor.readable() == (how == "at once" and rank != 1)]
+    assert calls.executor.readable() == (how == "at once" and rank != 1)
+    assert found == [False] * 6 + [True] * 6  # shared memory can be read
 
 
-@pytest.mark.parametrize("how", ["at once", "later"])
-def test_ranks_that_cannot_read_use_slots(how: str) -> None:
-    for *found, known in collectives.spawn(refused, 3, args=(how,), timeout=60):
-        assert found == [False] * 6 + [True] * 6 and known  # shared memory can be read
-
-
-def in_place(rank: int) -> list[bool]:
+@on_ranks(3)
+def test_an_input_that_is_overwritten_is_not_read(rank: int) -> None:
     """Results in the memory of the input: only where no rank reads what another one overwrites."""
     comm: Any = get_default()
     size, count = comm.size, 20_011
@@ -161,15 +159,13 @@ def in_place(rank: int) -> list[bool]:
         comm.scatter(back if rank == 0 else None, 0, out=back[rank : rank + 1])
         assert np.array_equal(back[rank], rows[0][rank])
         found.append(ready(comm).pulled)
-    return found
-
-
-def test_an_input_that_is_overwritten_is_not_read() -> None:
-    assert collectives.spawn(in_place, 3, timeout=60) == [[False, True] * 2] * 3
+    assert found == [False, True] * 2
 
 
 # ---- uneven calls ----------------------------------------------------------------------------
-def changing(rank: int, seed: int) -> int:
+@pytest.mark.parametrize("seed", [0, 1])
+@on_ranks(2, 3)
+def test_sizes_that_change_are_exchanged_again(rank: int, seed: int) -> None:
     """Splits that stay, change on all ranks, or on one only, in any order, and at last stay; in how
     many meetings of ranks the last call was made."""
     comm: Any = get_default()
@@ -195,15 +191,11 @@ def changing(rank: int, seed: int) -> int:
         else:
             found = comm.alltoall(sent[rank], None, splits, comes)
         assert np.array_equal(found, want), (number, splits)
-    return int(comm._calls.control.number - before)
+    assert comm._calls.control.number == before + 1
 
 
-@pytest.mark.parametrize(("size", "seed"), [*product((2, 3), (0, 1))])
-def test_sizes_that_change_are_exchanged_again(size: int, seed: int) -> None:
-    assert collectives.spawn(changing, size, args=(seed,), timeout=60) == [1] * size
-
-
-def without_bytes(rank: int) -> None:
+@on_ranks(2)
+def test_rows_of_no_bytes_are_counted(rank: int) -> None:
     """Rows of no bytes, whose number says all."""
     comm: Any = get_default()
     for _ in range(4):
@@ -216,11 +208,8 @@ def without_bytes(rank: int) -> None:
     assert rank or "counts says 1 rows for rank 0" in said, said
 
 
-def test_rows_of_no_bytes_are_counted() -> None:
-    collectives.spawn(without_bytes, 2, timeout=60)
-
-
-def on_lanes(rank: int) -> None:
+@on_ranks(2)
+def test_assumed_sizes_on_lanes(rank: int) -> None:
     """A call that is called off keeps its number among the calls of all lanes."""
     comm: Any = get_default()
     first, second = comm.lanes(2)
@@ -232,10 +221,6 @@ def on_lanes(rank: int) -> None:
         second.allreduce(total := np.ones(3))
         assert total.tolist() == [2.0] * 3
     assert not first._calls.assumes
-
-
-def test_assumed_sizes_on_lanes() -> None:
-    collectives.spawn(on_lanes, 2, timeout=60)
 
 
 def one_reads_anew(rank: int) -> int:
@@ -274,7 +259,8 @@ def repeated(rank: int) -> list[str]:
     return said
 
 
-def empty_handed(rank: int) -> list[int]:
+@on_ranks(2)
+def test_a_rank_without_rows_meets_the_others_once(rank: int) -> None:
     """Ranks meet once in each call, although one gives no rows, or gets none."""
     comm: Any = get_default()
     x, made = np.arange(6.0 * (1 - rank)), []
@@ -285,11 +271,7 @@ def empty_handed(rank: int) -> list[int]:
         got = comm.alltoall(x, None, splits[rank])
         assert got.tolist() == [*range(6)][sum(splits[0][:rank]) :][: splits[0][rank]]
         made.append(comm._calls.control.number - before)
-    return made
-
-
-def test_a_rank_without_rows_meets_the_others_once() -> None:
-    assert collectives.spawn(empty_handed, 2, timeout=60) == [[1, 1]] * 2
+    assert made == [1, 1]
 
 
 def test_a_rank_that_changes_its_mind_is_told() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_ranks import Machine, failure, queues, tensor
+from gpu_ranks import failure, on_gpus, queues, tensor
 from host_gpu import CURRENT, HostDevice, needs_compiler
+from on_ranks import on_ranks
 from typer.testing import CliRunner
 
 from linkweave import collectives
@@ -35,7 +36,14 @@ def inputs(rank: int, dtype: str = "float32") -> np.ndarray:
     return np.random.default_rng(rank).integers(-9, 10, SIZE).astype(dtype)
 
 
-def _layers_by_layer(rank: int, algorithm: str, topology: str) -> bool:
+@pytest.mark.parametrize(
+    ("size", "topology", "algorithm"),
+    [*((size, "auto", "auto") for size in (1, 2, 3, 8)),
+     *((8, "dgx1-v100", name)
+       for name in ("overlapped_double_tree", "double_tree", "ring", "one_shot"))],
+)  # fmt: skip
+@on_ranks(params=["topology"])
+def test_each_layer_is_final_when_it_is_dequeued(rank: int, algorithm: str) -> None:
     comm = get_default()
     wanted = sum(inputs(r) for r in range(comm.size))
     stops = np.cumsum([0, *LAYERS])
@@ -50,18 +58,6 @@ def _layers_by_layer(rank: int, algorithm: str, topology: str) -> bool:
         queue.wait()
         assert queue.done() and np.array_equal(x, wanted)
         queue.dequeue(0)
-    return True
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_each_layer_is_final_when_it_is_dequeued(size: int) -> None:
-    assert all(collectives.spawn(_layers_by_layer, size, args=("auto", "auto")))
-
-
-@pytest.mark.parametrize("algorithm", ["overlapped_double_tree", "double_tree", "ring", "one_shot"])
-def test_on_plans_of_a_dgx1(algorithm: str) -> None:
-    arguments = (algorithm, "dgx1-v100")
-    assert all(collectives.spawn(_layers_by_layer, 8, topology="dgx1-v100", args=arguments))
 
 
 def _star(topology: Topology) -> Algorithm:
@@ -72,7 +68,8 @@ def _star(topology: Topology) -> Algorithm:
     return Algorithm("star", size, 1, (rounds,))
 
 
-def _computes_before_the_last_chunk(rank: int) -> float:
+@on_ranks(4)
+def test_layer_1_computes_before_the_last_chunk_has_arrived(rank: int) -> None:
     """Rank 0 holds the last chunk back until all ranks have computed on the first layer."""
     comm = get_default()
     beside = comm.split()
@@ -99,15 +96,11 @@ def _computes_before_the_last_chunk(rank: int) -> float:
     computed.set()
     queue.wait()
     assert (x == sum(range(1, comm.size + 1))).all()
-    return found
+    assert found == float(np.tanh(np.full(1 << 12, 10, np.float32)).sum())
 
 
-def test_layer_1_computes_before_the_last_chunk_has_arrived() -> None:
-    found = collectives.spawn(_computes_before_the_last_chunk, 4)
-    assert found == [float(np.tanh(np.full(1 << 12, 10, np.float32)).sum())] * 4
-
-
-def _refused(rank: int) -> list[str]:
+@on_ranks(2)
+def test_bad_input_is_refused_by_name_on_every_rank(rank: int) -> None:
     comm = get_default()
     x = np.zeros(10, np.float32)
     queue = comm.allreduce_queue(x, [4, 6])
@@ -120,26 +113,19 @@ def _refused(rank: int) -> list[str]:
         words.append(str(failure(lambda queue=queue: queue.dequeue(0))))
         assert words[-1] == str(failure(queue.wait))
     comm.allreduce(x)  # all may go on
-    return words
+    for at, text in enumerate(("2", "-1", "0.5", "True")):
+        assert words[at] == f"layer must be an integer from 0 to 1, not {text}"
+    assert words[4] == "layers of 9 elements for a tensor of 10: they must agree"
+    count = "the number of elements of a layer must be an integer of at least 0, not"
+    assert words[5:8] == [f"{count} -1", f"{count} 4.0", f"{count} 10.0"]
+    assert words[8] == "a gradient queue needs a contiguous tensor"
 
 
-def test_bad_input_is_refused_by_name_on_every_rank() -> None:
-    for words in collectives.spawn(_refused, 2):
-        for at, text in enumerate(("2", "-1", "0.5", "True")):
-            assert words[at] == f"layer must be an integer from 0 to 1, not {text}"
-        assert words[4] == "layers of 9 elements for a tensor of 10: they must agree"
-        count = "the number of elements of a layer must be an integer of at least 0, not"
-        assert words[5:8] == [f"{count} -1", f"{count} 4.0", f"{count} 10.0"]
-        assert words[8] == "a gradient queue needs a contiguous tensor"
-
-
-def _differ(rank: int) -> str:
+@on_ranks(2)
+def test_ranks_with_other_layers_are_told(rank: int) -> None:
     queue = get_default().allreduce_queue(np.zeros(10, np.float32), [4, 6] if rank else [5, 5])
-    return str(failure(lambda: queue.dequeue(0)))
-
-
-def test_ranks_with_other_layers_are_told() -> None:
-    assert all("differs" in words for words in collectives.spawn(_differ, 2))
+    words = str(failure(lambda: queue.dequeue(0)))
+    assert "differs" in words
 
 
 def _peer_dies(rank: int) -> str:
@@ -159,7 +145,11 @@ def test_who_waits_for_a_layer_is_told_that_a_peer_died() -> None:
 
 
 # ---- on GPUs ------------------------------------------------------------------------------------
-def _on_a_gpu(rank: int, algorithm: str) -> bool:
+@needs_compiler
+@queues
+@pytest.mark.parametrize("algorithm", ["auto", "overlapped_double_tree"])
+@on_gpus(3, "threads on one GPU", "processes on one GPU")
+def test_on_a_gpu_streams_wait_for_layers(rank: int, algorithm: str) -> None:
     comm = get_default()
     wanted = sum(inputs(r) for r in range(comm.size))
     stops = np.cumsum([0, *LAYERS])
@@ -177,7 +167,6 @@ def _on_a_gpu(rank: int, algorithm: str) -> bool:
         assert np.array_equal(x.array, wanted)
     assert "from 0 to 4, not 5" in str(failure(lambda: queue.dequeue(5)))
     comm.synchronize()
-    return True
 
 
 def _device() -> HostDevice:
@@ -187,17 +176,8 @@ def _device() -> HostDevice:
 
 
 @needs_compiler
-@queues
-@pytest.mark.parametrize("algorithm", ["auto", "overlapped_double_tree"])
-@pytest.mark.parametrize("virtual", [True, False])
-def test_on_a_gpu_streams_wait_for_layers(machine: Machine, algorithm: str, virtual: bool) -> None:
-    found = collectives.spawn(
-        _on_a_gpu, 3, args=(algorithm,), device="cuda:0", virtual=virtual, topology="mesh-3"
-    )
-    assert found == [True] * 3
-
-
-def _order(rank: int) -> list[str]:
+@on_gpus(2, "processes on one GPU")
+def test_a_dequeue_is_an_event_and_a_check_on_the_callers_stream(rank: int) -> None:
     comm = get_default()
     x = tensor(inputs(rank), stream=7)
     queue = comm.allreduce_queue(x, LAYERS)
@@ -206,10 +186,14 @@ def _order(rank: int) -> list[str]:
     found = [f"{what} {stream}" for what, _, stream in _device().done]
     queue.wait()
     comm.synchronize()
-    return found
+    assert found == ["wait 7", "check 7", "record 7"]
 
 
-def _two_at_once(rank: int, order: tuple[int, ...]) -> bool:
+@needs_compiler
+@queues
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@on_gpus(3, "threads on one GPU", "processes on one GPU")
+def test_two_queues_at_once(rank: int, order: tuple[int, ...]) -> None:
     """Queues of two sizes of one plan: each counts for itself."""
     comm = get_default()
     device, sizes = _device(), (300_000, 20_000)
@@ -229,19 +213,6 @@ def _two_at_once(rank: int, order: tuple[int, ...]) -> bool:
         for queue in queues:
             queue.wait()
     comm.synchronize()
-    return True
-
-
-@needs_compiler
-@queues
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("virtual", [True, False])
-def test_two_queues_at_once(machine: Machine, virtual: bool, order: tuple[int, ...]) -> None:
-    found = collectives.spawn(
-        _two_at_once, 3, args=(order,), device="cuda:0", virtual=virtual, topology="mesh-3",
-        timeout=60,
-    )  # fmt: skip
-    assert found == [True] * 3
 
 
 @needs_compiler
@@ -274,7 +245,9 @@ def test_a_layer_passes_before_the_last_chunk() -> None:
     assert not device.memory
 
 
-def _refused_on_a_gpu(rank: int) -> int:
+@needs_compiler
+@on_gpus(2, "processes on one GPU")
+def test_a_refused_queue_leaves_no_event(rank: int) -> None:
     comm, device = get_default(), _device()
     x = tensor(inputs(rank), stream=7)
     comm.allreduce_queue(x, LAYERS).wait()
@@ -288,12 +261,7 @@ def _refused_on_a_gpu(rank: int) -> int:
     new = tensor(np.zeros(SIZE + 1), stream=7)
     assert "cannot be captured" in str(failure(lambda: comm.allreduce_queue(new, [SIZE + 1])))
     device.captured.clear()
-    return len(device._events) - before
-
-
-@needs_compiler
-def test_a_refused_queue_leaves_no_event(machine: Machine) -> None:
-    assert collectives.spawn(_refused_on_a_gpu, 2, device="cuda:0", topology="mesh-2") == [0, 0]
+    assert len(device._events) == before
 
 
 @needs_compiler
@@ -312,12 +280,6 @@ def test_a_check_ends_with_its_deadline_or_when_all_stop(aborted: int) -> None:
     device.synchronise(0)
     assert abort[0] == stop[0] == 1 and 0.05 * (1 - aborted) <= time.monotonic() - start < 30
     device.close()
-
-
-@needs_compiler
-def test_a_dequeue_is_an_event_and_a_check_on_the_callers_stream(machine: Machine) -> None:
-    found = collectives.spawn(_order, 2, device="cuda:0", topology="mesh-2")
-    assert found == [["wait 7", "check 7", "record 7"]] * 2
 
 
 def test_the_benchmark_prints_and_writes(tmp_path: Path) -> None:

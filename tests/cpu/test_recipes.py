@@ -15,6 +15,7 @@ SCRIPTS = re.findall(r"```py\n(.*?)```", (ROOT / "docs/howto/recipes.md").read_t
 SAID = {
     "accelerate": "2 processes, loss below 5: True", "lightning": "2 processes, linkweave",
     "transformers": "2 processes, linkweave loss below 5: True",
+    "torch": "2 processes, loss below 5: True", "tensorboard": "exposed for",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.nn.functional import cross_entropy
 from training_models import (
     adamw,
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("imported")
 HALF = torch.bfloat16
 
 
-def averages(rank: int) -> None:
+@on_ranks(2, 3, order="fixed")
+def test_gradients_are_rounded_once_on_each_rank(rank: int) -> None:
     """Each rank's gradient is rounded once, and the average as the all-reduce rounds it."""
     comm = collectives.get_default()
     for policy in ("ddp", "asc-wfbp", "c-cube", "bytescheduler"):
@@ -49,12 +51,8 @@ def averages(rank: int) -> None:
         model.close()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_gradients_are_rounded_once_on_each_rank(size: int) -> None:
-    collectives.spawn(averages, size, timeout=60, order="fixed")
-
-
-def trained(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_stay_alike(rank: int) -> None:
     comm = collectives.get_default()
     for name in ("auto", "wfbp", "c-cube"):
         inner = made("transformer", torch.float32)
@@ -64,11 +62,8 @@ def trained(rank: int) -> None:
             assert on_all(comm, copied(model.state_dict()))
 
 
-def test_ranks_stay_alike() -> None:
-    collectives.spawn(trained, 2, timeout=60)
-
-
-def refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int) -> None:
     inner = made("cnn", torch.float32)
     for words, options in {
         "reduce_dtype must be torch.bfloat16 or None, not torch.float16": {
@@ -81,7 +76,3 @@ def refused(rank: int) -> None:
         assert words in error_of(
             lambda o=made_of: DataParallel(inner, sgd(inner.parameters()), **o)
         ), words
-
-
-def test_what_is_refused() -> None:
-    collectives.spawn(refused, 2, timeout=60)

@@ -131,15 +131,10 @@ def test_a_toolchain_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended(named("toolchain")).state == "ok"
 
 
-class Refusing(Choosy):
-    def sees(self, peer: int) -> bool:
-        return False
-
-
 @needs_compiler
 def test_refused_ipc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "CupyArrays", HostArrays)
-    with gpus(monkeypatch, lambda index: Refusing(index)):
+    with gpus(monkeypatch, Choosy):
         found = ended(named("processes by IPC, threads"))
     assert found.state == "FAIL" and "mapping of buffer object failed" in found.detail
     assert "--pid=host --ipc=host" in found.remedy

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, get_default
@@ -163,7 +164,8 @@ def test_what_the_papers_form_loses(size: int, share: float) -> None:
     assert abs(lost / kept - share) < 0.06
 
 
-def other_modes(rank: int, size: int) -> list[Any]:
+@on_ranks(1, 2, 3, 6)
+def test_other_modes_give_the_whole_sum(rank: int, size: int) -> None:
     mine = vector(rank, 0, 9)
     residual = np.zeros(NUMEL, np.float32)
     found = [
@@ -175,27 +177,9 @@ def other_modes(rank: int, size: int) -> list[Any]:
     )
     assert isinstance(tensors[0], torch.Tensor) and tensors[1].dtype == torch.int32
     assert tensors[0].numpy().tobytes() == found[0][0].tobytes()
-    return [dense(pair) for pair in found[:2]]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_other_modes_give_the_whole_sum(size: int) -> None:
     want = np.sum([dense(vector(r, 0, 9)) for r in range(size)], axis=0)
-    for found in collectives.spawn(other_modes, size, args=(size,)):
-        for total in found:
-            assert total.tolist() == want.tolist()
-
-
-def said(rank: int, changes: dict[str, Any]) -> str:
-    values, indices = vector(0, 0, 5)
-    arguments: dict[str, Any] = {
-        "values": values, "indices": indices, "numel": NUMEL, "k": 5, "mode": "gtopk",
-        "residual": np.zeros(NUMEL, np.float32),
-    }  # fmt: skip
-    with pytest.raises(CollectiveError) as caught:
-        collectives.sparse_allreduce(**(arguments | changes))
-    collectives.allreduce(np.ones(1, np.float32))  # the ranks are in step
-    return str(caught.value)
+    for pair in found[:2]:
+        assert dense(pair).tolist() == want.tolist()
 
 
 @pytest.mark.parametrize(
@@ -220,41 +204,44 @@ def said(rank: int, changes: dict[str, Any]) -> str:
         ({"indices": np.array([5, -(2**31), -1, 2, 3], np.int32)}, "indices must ascend from 0"),
     ],
 )
-def test_bad_arguments(changes: dict[str, Any], words: str) -> None:
-    for text in collectives.spawn(said, 2, args=(changes,)):
-        assert words in text
+@on_ranks(2)
+def test_bad_arguments(rank: int, changes: dict[str, Any], words: str) -> None:
+    values, indices = vector(0, 0, 5)
+    arguments: dict[str, Any] = {
+        "values": values, "indices": indices, "numel": NUMEL, "k": 5, "mode": "gtopk",
+        "residual": np.zeros(NUMEL, np.float32),
+    }  # fmt: skip
+    with pytest.raises(CollectiveError) as caught:
+        collectives.sparse_allreduce(**(arguments | changes))
+    collectives.allreduce(np.ones(1, np.float32))  # the ranks are in step
+    assert words in str(caught.value)
 
 
-def differing(rank: int) -> str:
+@on_ranks(2)
+def test_arguments_that_differ(rank: int) -> None:
     with pytest.raises(CollectiveError) as caught:
         collectives.sparse_allreduce(
             *vector(0, 0, 5), NUMEL, 5 + rank, mode="gtopk", conserve=False
         )
-    return str(caught.value)
-
-
-def test_arguments_that_differ() -> None:
-    for text in collectives.spawn(differing, 2):
-        assert 'rank 0: [60, 5, "sum", "gtopk", false, "float32", "cpu"]; rank 1: [60, 6,' in text
+    text = str(caught.value)
+    assert 'rank 0: [60, 5, "sum", "gtopk", false, "float32", "cpu"]; rank 1: [60, 6,' in text
 
 
 # ---- ranks in disorder --------------------------------------------------------------------------
-def in_disorder(rank: int) -> str:
+@on_ranks(2)
+def test_another_exchange_is_no_answer(rank: int) -> None:
     comm = get_default()
     with pytest.raises(CollectiveError) as caught:
         if rank:
             comm.split()
         else:
             comm.sparse_allreduce(*vector(0, 0, 5), NUMEL, 5, conserve=False)
-    return str(caught.value)
+    text = str(caught.value)
+    assert "ranks [0]: told of its sparse_allreduce; ranks [1]: told of its colors" in text
 
 
-def test_another_exchange_is_no_answer() -> None:
-    for text in collectives.spawn(in_disorder, 2):
-        assert "ranks [0]: told of its sparse_allreduce; ranks [1]: told of its colors" in text
-
-
-def read_late(rank: int, size: int) -> Any:
+@on_ranks(4)
+def test_what_was_sent_is_kept_until_it_is_read(rank: int, size: int) -> None:
     """A rank that has sent takes new memory at once and fills it; a rank that merges is slow."""
     comm: Any = get_default()
     gather = comm._calls.gather
@@ -272,12 +259,6 @@ def read_late(rank: int, size: int) -> Any:
 
     comm._calls.gather = wrapped
     values, indices = vector(rank, 0, 9)
-    return dense((values, indices)), comm.sparse_allreduce(
-        values, indices, NUMEL, NUMEL, conserve=False, mode="gtopk"
-    )
-
-
-def test_what_was_sent_is_kept_until_it_is_read() -> None:
-    rows = collectives.spawn(read_late, 4, args=(4,))
-    want = np.sum([row[0] for row in rows], axis=0)
-    assert all(dense(row[1]).tolist() == want.tolist() for row in rows)
+    want = np.sum([dense(vector(r, 0, 9)) for r in range(size)], axis=0)
+    found = comm.sparse_allreduce(values, indices, NUMEL, NUMEL, conserve=False, mode="gtopk")
+    assert dense(found).tolist() == want.tolist()

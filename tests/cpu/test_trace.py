@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gpu_ranks import gpus, tensor
 from host_gpu import needs_compiler
+from on_ranks import on_ranks
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, plan_allreduce
@@ -64,17 +65,13 @@ def test_each_call_is_a_range() -> None:
     assert found[4].startswith("broadcast/") and found[4].endswith("/8bytes [")
 
 
-def sparse_calls(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_sparse_all_reduce_is_a_range_round_its_broadcast(rank: int) -> None:
     RANGES.clear()
     pair = np.ones(3, np.float32), np.arange(3, dtype=np.int32)
     collectives.sparse_allreduce(*pair, 40, 2, conserve=False, mode="gtopk")
-    return RANGES
-
-
-def test_a_sparse_all_reduce_is_a_range_round_its_broadcast() -> None:
-    found = collectives.spawn(sparse_calls, 2)[0]
-    start = found.index("sparse_allreduce/gtopk/2 [")
-    assert any(name.startswith("broadcast/") for name in found[start:]) and found[-1] == "]"
+    start = RANGES.index("sparse_allreduce/gtopk/2 [")
+    assert any(name.startswith("broadcast/") for name in RANGES[start:]) and RANGES[-1] == "]"
 
 
 def test_phases_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

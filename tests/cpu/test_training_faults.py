@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from training_models import (
     copied,
     error_of,
     images,
-    imported,  # noqa: F401
+    imported,
     made,
     on_all,
     same,
@@ -34,8 +37,21 @@ from linkweave import collectives
 from linkweave.collectives import CollectiveError, DataParallel
 from linkweave.kernels.plan import counters
 from tests.cpu.helpers import outlive
+from tests.cpu.on_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("imported")
+pytestmark = pytest.mark.usefixtures(imported.__name__)
+CNN = partial(made, "cnn")
+
+
+def wrapped(
+    make: Callable[[], nn.Module] = CNN, optim: Any = sgd, group: Any = None,
+    **planned: Any,
+) -> tuple[DataParallel, Any]:  # fmt: skip
+    """A model on this rank, and its optimizer."""
+    inner = make()
+    optimizer = optim(inner.parameters())
+    schedule = schedule_for(make(), images(0, 2)[0], **planned)
+    return DataParallel(inner, optimizer, schedule=schedule, group=group), optimizer
 
 
 class Dies(nn.Module):
@@ -57,12 +73,9 @@ class Dies(nn.Module):
 
 
 def survive(rank: int, when: str, chained: bool, path: Path) -> None:
-    inner = Dies()
-    optimizer = adamw(inner.parameters())
-    schedule = schedule_for(Dies(), images(0, 2)[0], chained=chained)
-    model = DataParallel(inner, optimizer, schedule=schedule)
+    model, optimizer = wrapped(Dies, adamw, chained=chained)
     train("cnn", model, optimizer, range(2), rank, 3)
-    inner.when = when if rank == 1 else ""
+    model.module.when = when if rank == 1 else ""
     start = time.monotonic()
     said = error_of(lambda: train("cnn", model, optimizer, range(2, 9), rank, 3))
     again = error_of(lambda: model(images(0, 2)[0]))
@@ -91,6 +104,7 @@ class Crossing(nn.Module):
         self.stem = nn.Linear(64, 8)
         self.branches = nn.ModuleList(nn.Linear(8, 10) for _ in range(3))
         self.order = [0, 1, 2]
+        self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x.flatten(1))
@@ -98,31 +112,24 @@ class Crossing(nn.Module):
         return found[0] * found[1].sigmoid() + found[2]
 
 
-def crossing(rank: int) -> dict[str, torch.Tensor]:
+@on_ranks(3, order="fixed")
+def test_hooks_fire_in_another_order_on_each_rank(rank: int) -> None:
     comm, states = collectives.get_default(), []
     for policy in ("wfbp", "bytescheduler", "c-cube"):
         for chained in (True, False):
-            inner = Crossing().double()
-            schedule = schedule_for(inner, images(0, 2)[0], policy=policy, chained=chained)
-            optimizer = sgd(inner.parameters())
-            model = DataParallel(inner, optimizer, schedule=schedule)
+            model, optimizer = wrapped(Crossing, policy=policy, chained=chained)
             model.record_steps()
             for step in range(6):
-                inner.order = [(rank + step + i) % 3 for i in range(3)]
+                model.module.order = [(rank + step + i) % 3 for i in range(3)]
                 train("cnn", model, optimizer, range(step, step + 1), rank, comm.size)
             assert wrong_order(model) == []
             states.append(copied(model.state_dict()))
             assert on_all(comm, states[-1])
             model.close()
     assert all(same(state, states[0]) for state in states)
-    return states[0]
-
-
-def test_hooks_fire_in_another_order_on_each_rank() -> None:
-    state = collectives.spawn(crossing, 3, timeout=60, order="fixed")[0]
-    alone = Crossing().double()
+    alone = Crossing()
     train("cnn", alone, sgd(alone.parameters()), range(6), each=6)
-    assert apart(state, alone.state_dict()) < 1e-13
+    assert apart(states[0], alone.state_dict()) < 1e-13
 
 
 class Branch(nn.Module):
@@ -130,7 +137,7 @@ class Branch(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = made("cnn")
+        self.body = made("cnn")  # which seeds the generator of all
         self.extra = nn.Linear(10, 10).double()
         self.visits = True
 
@@ -139,38 +146,29 @@ class Branch(nn.Module):
         return self.extra(x) if self.visits else x
 
 
-def branching(rank: int) -> list[dict[str, torch.Tensor]]:
+@on_ranks(3, order="fixed")
+def test_a_layer_that_one_rank_visits(rank: int) -> None:
     """Each step, another rank visits the branch; then none does."""
     comm, found = collectives.get_default(), []
     for chained in (True, False):
-        torch.manual_seed(6)
-        inner = Branch()
-        schedule = schedule_for(Branch(), images(0, 2)[0], chained=chained)
-        optimizer = adamw(inner.parameters())
-        model = DataParallel(inner, optimizer, schedule=schedule)
+        model, optimizer = wrapped(Branch, adamw, chained=chained)
         for step in range(8):
-            inner.visits = step in (0, 7) or (rank == step % comm.size and step < 5)
+            model.module.visits = step in (0, 7) or (rank == step % comm.size and step < 5)
             train("cnn", model, optimizer, range(step, step + 1), rank, comm.size)
         found.append(copied(model.state_dict()))
         assert on_all(comm, found[-1])
         model.close()
     assert same(*found)
-    return found
-
-
-def test_a_layer_that_one_rank_visits() -> None:
-    state = collectives.spawn(branching, 3, timeout=60, order="fixed")[0][0]
-    torch.manual_seed(6)
     alone = Branch()
     optimizer = adamw(alone.parameters())
     for step in range(8):
         optimizer.zero_grad()
-        for rank in range(3):
-            alone.visits = step in (0, 7) or (rank == step % 3 and step < 5)
-            x, y = share(images(step, 6), rank, 3)
+        for one in range(3):
+            alone.visits = step in (0, 7) or (one == step % 3 and step < 5)
+            x, y = share(images(step, 6), one, 3)
             (cross_entropy(alone(x), y) / 3).backward()
         optimizer.step()
-    assert apart(state, alone.state_dict()) < 1e-12
+    assert apart(found[0], alone.state_dict()) < 1e-12
 
 
 # ---- groups ------------------------------------------------------------------------------------
@@ -178,10 +176,7 @@ def by_gloo(rank: int) -> list[dict[str, torch.Tensor]]:
     states = []
     for group in (None, dist.group.WORLD, dist.new_group()):
         for policy in ("c-cube", "bytescheduler"):
-            inner = made("cnn")
-            optimizer = adamw(inner.parameters())
-            schedule = schedule_for(made("cnn"), images(0, 2)[0], policy=policy, chained=True)
-            model = DataParallel(inner, optimizer, schedule=schedule, group=group)
+            model, optimizer = wrapped(optim=adamw, group=group, policy=policy, chained=True)
             model.record_steps()
             train("cnn", model, optimizer, range(4), rank, 2)
             assert wrong_order(model) == []
@@ -195,10 +190,8 @@ def by_gloo(rank: int) -> list[dict[str, torch.Tensor]]:
     train("cnn", auto, optimizer, range(10), rank, 2)
     assert all(op.streamed for op in auto.program.ops)
     states.append({"checksum": torch.tensor(list(auto.program.checksum.encode()))})
-    inner = made("cnn")
-    optimizer = adamw(inner.parameters())
-    model = DataParallel(inner, optimizer, schedule=schedule)
-    held = [*inner.parameters()]
+    model, optimizer = wrapped(optim=adamw, policy=policy, chained=True)
+    held = [*model.module.parameters()]
     train("cnn", model, optimizer, range(2), rank, 2)
     cross_entropy(model(images(0, 2)[0]), images(0, 2)[1]).backward()
     nn.utils.clip_grad_norm_(held, 0.1)
@@ -217,11 +210,8 @@ def test_a_process_group_of_gloo() -> None:
 
 def again_by_gloo(rank: int) -> None:
     for number in range(4):
-        inner = made("cnn")
-        optimizer = sgd(inner.parameters())
-        policy = ("wfbp", "asc-wfbp")[number % 2]  # one lane, two
-        schedule = schedule_for(made("cnn"), images(0, 2)[0], policy=policy)
-        with DataParallel(inner, optimizer, schedule=schedule) as model:
+        model, optimizer = wrapped(policy=("wfbp", "asc-wfbp")[number % 2])  # one lane, two
+        with model:
             train("cnn", model, optimizer, range(2), rank, 2)
             assert float(model.state_dict()["last.bias"][0]) != 0
 
@@ -230,15 +220,14 @@ def test_a_second_model_on_a_process_group_whose_first_is_closed() -> None:
     assert on_group(2, again_by_gloo) == [None, None]
 
 
-def groups(rank: int) -> None:
+@on_ranks(4)
+def test_groups_of_ranks(rank: int) -> None:
     """A communicator, a part of one, and one with a single rank."""
     comm = collectives.get_default()
     pair, single = comm.split(rank // 2), comm.split(rank)
     for group, size in ((comm, 4), (pair, 2), (single, 1)):
-        inner, alone = made("cnn"), made("cnn")
-        optimizer = sgd(inner.parameters())
-        schedule = schedule_for(made("cnn"), images(0, 2)[0])
-        model = DataParallel(inner, optimizer, schedule=schedule, group=group)
+        alone = made("cnn")
+        model, optimizer = wrapped(group=group)
         train("cnn", model, optimizer, range(3), rank % size, size)
         train("cnn", alone, sgd(alone.parameters()), range(3), each=2 * size)
         assert apart(model.state_dict(), alone.state_dict()) < 1e-13
@@ -251,10 +240,6 @@ def groups(rank: int) -> None:
     x = torch.ones(1)
     comm.allreduce(x)
     assert x == 4
-
-
-def test_groups_of_ranks() -> None:
-    collectives.spawn(groups, 4, timeout=60)
 
 
 def test_a_single_process_trains_as_without_it() -> None:
@@ -277,7 +262,8 @@ def test_a_single_process_trains_as_without_it() -> None:
     assert type(optimizer) is torch.optim.AdamW
 
 
-def many_engines(rank: int) -> None:
+@on_ranks(2)
+def test_many_engines_one_after_another(rank: int) -> None:
     """Parameters are frozen and thawed often; nothing runs out."""
     inner = made("cnn")
     optimizer = sgd(inner.parameters())
@@ -291,7 +277,3 @@ def many_engines(rank: int) -> None:
         again = DataParallel(inner, optimizer)
         train("cnn", again, optimizer, range(1), rank, 2)
         again.close()
-
-
-def test_many_engines_one_after_another() -> None:
-    collectives.spawn(many_engines, 2, timeout=60)

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from linkweave import collectives
 from linkweave.collectives import CollectiveError, DataParallel, GTopK, ShardedEmbedding
 from linkweave.collectives.training import checks
+from tests.cpu.on_ranks import on_ranks
 from tests.cpu.training_models import adamw, apart, error_of, images, made, on_all, sgd
 
 MODES: dict[str, dict[str, Any]] = {
@@ -35,6 +36,20 @@ def loss_of(model: Any, step: int, rank: int, size: int) -> torch.Tensor:
     dtype = next(iter(model.state_dict().values())).dtype
     x, y = share_of(step, rank, size, dtype)
     return cross_entropy(model(x), y)
+
+
+def train(model: Any, optimizer: Any, steps: Sequence[int], rank: int, size: int) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, rank, size).backward()
+        optimizer.step()
+
+
+def wrapped(schedule: str = "ddp", make: Any = sgd, dtype: Any = torch.float64) -> tuple[Any, Any]:
+    """A model on this rank, and its optimizer."""
+    inner = made("cnn", dtype)
+    optimizer = make(inner.parameters())
+    return DataParallel(inner, optimizer, schedule=schedule), optimizer
 
 
 def alone(model: nn.Module, optimizer: Any, steps: Sequence[int], counts: Sequence[int]) -> None:
@@ -57,20 +72,14 @@ def together(comm: Any, counts: Sequence[int], mode: str, make: Any) -> float:
     group = None if mode == "auto" else comm
     with DataParallel(inner, optimizer, group=group, **MODES[mode]) as model:
         with model.join():
-            for step in range(counts[rank]):
-                optimizer.zero_grad()
-                loss_of(model, step, rank, size).backward()
-                optimizer.step()
+            train(model, optimizer, range(counts[rank]), rank, size)
         alone(whole, other, range(max(counts)), counts)
         found = apart(model.state_dict(), whole.state_dict())
         states = optimizer.state_dict()["state"]
         assert states.keys() == other.state_dict()["state"].keys()
         flat = {f"{key} {name}": x for key, s in states.items() for name, x in s.items()}
         assert on_all(comm, {**model.state_dict(), **flat})
-        for step in range(30, 34):
-            optimizer.zero_grad()
-            loss_of(model, step, rank, size).backward()
-            optimizer.step()
+        train(model, optimizer, range(30, 34), rank, size)
         alone(whole, other, range(30, 34), [99] * size)
         assert on_all(comm, model.state_dict())
         return max(found, apart(model.state_dict(), whole.state_dict()))
@@ -90,15 +99,11 @@ def test_batches_in_unequal_number(counts: Sequence[int]) -> None:
 
 
 def over_gloo(rank: int) -> float:
-    inner = made("cnn")
-    optimizer = sgd(inner.parameters())
     counts = (2, 5, 3)
-    with DataParallel(inner, optimizer, schedule="c-cube") as model:
+    model, optimizer = wrapped("c-cube")
+    with model:
         with model.join():
-            for step in range(counts[rank]):
-                optimizer.zero_grad()
-                loss_of(model, step, rank, 3).backward()
-                optimizer.step()
+            train(model, optimizer, range(counts[rank]), rank, 3)
         whole = made("cnn")
         alone(whole, sgd(whole.parameters()), range(5), counts)
         return apart(model.state_dict(), whole.state_dict())
@@ -108,7 +113,8 @@ def test_over_a_process_group() -> None:
     assert all(found < 1e-10 for found in run(3, over_gloo, backend="gloo"))
 
 
-def with_buffers(rank: int) -> None:
+@on_ranks(2)
+def test_with_buffers(rank: int) -> None:
     """Statistics are those of a rank whose loop goes on."""
     comm = collectives.get_default()
     inner = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -122,26 +128,27 @@ def with_buffers(rank: int) -> None:
         assert on_all(comm, model.state_dict())
 
 
-def accumulated(rank: int) -> None:
+@on_ranks(2)
+def test_accumulated_gradients(rank: int) -> None:
     """What a rank has added and not sent goes along with the next pass of the others."""
-    inner, whole = made("cnn"), made("cnn")
-    optimizer, other = sgd(inner.parameters()), sgd(whole.parameters())
-    with DataParallel(inner, optimizer, schedule="ddp") as model, model.join():
+    model, optimizer = wrapped()
+    with model, model.join():
         if rank:
             with model.no_sync():
                 loss_of(model, 0, 1, 2).backward()
         else:
             loss_of(model, 0, 0, 2).backward()
             optimizer.step()
-    alone(whole, other, [0], [1, 1])
-    assert apart(inner.state_dict(), whole.state_dict()) < 1e-12
+    whole = made("cnn")
+    alone(whole, sgd(whole.parameters()), [0], [1, 1])
+    assert apart(model.module.state_dict(), whole.state_dict()) < 1e-12
 
 
-def options_go_along(rank: int) -> None:
+@on_ranks(2)
+def test_options_go_along(rank: int) -> None:
     """A learning rate that a rank has set while others were over is that of all."""
-    inner = made("cnn")
-    optimizer = adamw(inner.parameters())
-    with DataParallel(inner, optimizer, schedule="ddp") as model:
+    model, optimizer = wrapped(make=adamw)
+    with model:
         with model.join():
             for step in range(3 - 2 * rank):
                 loss_of(model, step, rank, 2).backward()
@@ -152,11 +159,11 @@ def options_go_along(rank: int) -> None:
         assert steps == {3}
 
 
-def a_tensor_as_the_learning_rate(rank: int) -> None:
-    inner = made("cnn")
+@on_ranks(2)
+def test_a_tensor_as_the_learning_rate(rank: int) -> None:
     rate = torch.tensor(0.5)
-    optimizer = torch.optim.SGD(inner.parameters(), rate)
-    with DataParallel(inner, optimizer, schedule="ddp") as model:
+    model, optimizer = wrapped(make=lambda p: torch.optim.SGD(p, rate))
+    with model:
         with model.join():
             for step in range(1 + rank):
                 loss_of(model, step, rank, 2).backward()
@@ -165,28 +172,25 @@ def a_tensor_as_the_learning_rate(rank: int) -> None:
         assert optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.125
 
 
-def after_a_batch_that_was_left_out(rank: int) -> None:
+@on_ranks(2)
+def test_after_a_batch_that_was_left_out(rank: int) -> None:
     """The last forward pass of a rank that is over early was in no_sync(), with no backward."""
-    inner, whole = made("cnn"), made("cnn")
-    optimizer, other = sgd(inner.parameters()), sgd(whole.parameters())
-    with DataParallel(inner, optimizer, schedule="c-cube") as model:
+    model, optimizer = wrapped("c-cube")
+    with model:
         with model.join():
-            for step in range(2 + rank):
-                optimizer.zero_grad()
-                loss_of(model, step, rank, 2).backward()
-                optimizer.step()
+            train(model, optimizer, range(2 + rank), rank, 2)
             if rank == 0:
                 with model.no_sync():
                     loss_of(model, 9, rank, 2)
-        alone(whole, other, range(3), (2, 3))
+        whole = made("cnn")
+        alone(whole, sgd(whole.parameters()), range(3), (2, 3))
         assert apart(model.state_dict(), whole.state_dict()) < 1e-12
 
 
-def scaled(rank: int) -> None:
-    inner = made("cnn", torch.float32)
-    optimizer = sgd(inner.parameters())
+@on_ranks(2)
+def test_a_grad_scaler_is_refused(rank: int) -> None:
     scaler = torch.amp.GradScaler("cpu")
-    model = DataParallel(inner, optimizer, schedule="ddp")
+    model, optimizer = wrapped(dtype=torch.float32)
     with pytest.raises(CollectiveError, match="does not work with join"), model.join():
         scaler.scale(loss_of(model, 0, rank, 2)).backward()
         scaler.step(optimizer)
@@ -194,9 +198,7 @@ def scaled(rank: int) -> None:
 
 
 def dies(rank: int) -> None:
-    inner = made("cnn")
-    optimizer = sgd(inner.parameters())
-    model = DataParallel(inner, optimizer, schedule="ddp")
+    model, optimizer = wrapped()
     with model.join():
         for step in range(5):
             if rank and step == 2:
@@ -220,7 +222,8 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     assert "died" in (tmp_path / "said").read_text()
 
 
-def refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int) -> None:
     inner = made("cnn")
     with DataParallel(inner, sgd(inner.parameters())) as model:
         second = made("transformer")
@@ -243,21 +246,7 @@ def refused(rank: int) -> None:
         assert "with the SyncBatchNorm norm, whose" in error_of(model.join().__enter__)
 
 
-BODIES = (
-    with_buffers, accumulated, options_go_along, a_tensor_as_the_learning_rate,
-    after_a_batch_that_was_left_out, scaled, refused,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_case(body: Any) -> None:
-    collectives.spawn(body, 2, timeout=60)
-
-
 def test_a_single_rank_has_nobody_to_wait_for() -> None:
-    inner = made("cnn")
-    optimizer = sgd(inner.parameters())
-    model = DataParallel(inner, optimizer)
+    model, optimizer = wrapped("auto")
     with model.join():
-        loss_of(model, 0, 0, 1).backward()
-        optimizer.step()
+        train(model, optimizer, [0], 0, 1)

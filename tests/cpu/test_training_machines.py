@@ -27,7 +27,7 @@ from training_models import (
     copied,
     error_of,
     images,
-    imported,  # noqa: F401
+    imported,
     schedule_for,
     sgd,
     share,
@@ -41,7 +41,7 @@ from linkweave.collectives.cluster.gloo import Across
 from linkweave.collectives.training import transport, update
 from linkweave.collectives.training.transport import transport_of
 
-pytestmark = pytest.mark.usefixtures("imported")
+pytestmark = pytest.mark.usefixtures(imported.__name__)
 STEPS = 4
 PIECES = 19  # of a step
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 
-from linkweave import collectives
 from linkweave.collectives.calls.communicator import get_default
 from tests.cpu.helpers import error_of
 
@@ -18,7 +16,7 @@ def rows(rank: int, size: int, salt: int) -> list[int]:
     return [(rank * 7 + other * 5 + salt * 3) % 6 for other in range(size)]
 
 
-def dealt(rank: int, dtype: torch.dtype, width: int) -> bool:
+def dealt(rank: int, dtype: torch.dtype, width: int) -> None:
     comm = get_default()
     size = comm.size
     for salt in range(4):
@@ -39,35 +37,33 @@ def dealt(rank: int, dtype: torch.dtype, width: int) -> bool:
     found = comm.allgather(parts[rank], counts=counts)
     assert np.array_equal(found, np.concatenate(parts))
     assert comm.allgather(parts[rank][:0], counts=[0] * size).shape == (0, width)
-    return True
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_uneven_parts(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "topology"),
+    [(1, "auto"), *((n, name) for n in (2, 3, 5, 8) for name in ("auto", f"ring-{n}"))],
+)
+@on_ranks(params=["topology"])
+def test_uneven_parts(rank: int) -> None:
     for dtype, width in ((torch.float32, 3), (torch.bfloat16, 1), (torch.bool, 5)):
-        name = "auto" if width > 1 else f"ring-{max(size, 2)}"
-        if size > 1:
-            assert all(collectives.spawn(dealt, size, name, (dtype, width)))
-        else:
-            assert all(collectives.spawn(dealt, size, args=(dtype, width)))
+        dealt(rank, dtype, width)
 
 
-def long_parts(rank: int) -> bool:
+@pytest.mark.parametrize("topology", ["auto", "ring-3", "mesh-3"])
+@on_ranks(3, params=["topology"])
+def test_long_parts(rank: int) -> None:
     """Blocks longer than a slot, and one rank that sends nothing."""
     comm = get_default()
     sizes = [[0, 0, 0], [40_001, 3, 17], [9, 70_000, 0]]
     x = np.arange(sum(sizes[rank]), dtype=np.float64) + rank * 1e6
     starts = [np.cumsum([0, *of]) for of in sizes]
     want = [np.arange(starts[r][rank], starts[r][rank + 1]) + r * 1e6 for r in range(3)]
-    return bool(np.array_equal(comm.alltoall(x, in_splits=sizes[rank]), np.concatenate(want)))
+    found = comm.alltoall(x, in_splits=sizes[rank])
+    assert np.array_equal(found, np.concatenate(want))
 
 
-@pytest.mark.parametrize("machine", ["auto", "ring-3", "mesh-3"])
-def test_long_parts(machine: str) -> None:
-    assert collectives.spawn(long_parts, 3, machine) == [True] * 3
-
-
-def wrong(rank: int) -> list[str]:
+@on_ranks(2)
+def test_splits_that_make_no_sense_are_refused(rank: int) -> None:
     comm = get_default()
     x = np.ones((4, 2), np.float32)
     said = [
@@ -84,12 +80,10 @@ def wrong(rank: int) -> list[str]:
         error_of(comm.alltoall, x, np.ones(3, np.float32), [2, 2]),
     ]
     comm.barrier()
-    return said
-
-
-def test_splits_that_make_no_sense_are_refused() -> None:
-    first, second = collectives.spawn(wrong, 2)
-    for said, words in zip(first, (
+    if rank == 1:
+        assert "refused its arguments" in said[1] or "in_splits adds up" in said[1]
+        return
+    for found, words in zip(said, (
         "in_splits must be 2 integers >= 0", "in_splits must be 2 integers",
         "in_splits adds up to 5 rows",
         "out_splits of rank 0 says [3, 3] rows come, by rank, but the ranks send [3, 3]",
@@ -97,11 +91,11 @@ def test_splits_that_make_no_sense_are_refused() -> None:
         "a torch tensor", "refused its arguments: counts says 3 rows", "counts must be 2 integers",
         "out must be of shape (8, 2)", "out must be of shape (4, 2)",
     ), strict=True):  # fmt: skip
-        assert words in said or "refused its arguments" in said, (words, said)
-    assert "refused its arguments" in second[1] or "in_splits adds up" in second[1]
+        assert words in found or "refused its arguments" in found, (words, found)
 
 
-def sparse(rank: int) -> list[Any]:
+@on_ranks(1, 3)
+def test_sparse_averages_and_asynchronous_calls(rank: int) -> None:
     comm = get_default()
     rng = np.random.default_rng(rank)
     indices = np.sort(rng.choice(60, 9, replace=False)).astype(np.int32)
@@ -123,9 +117,4 @@ def sparse(rank: int) -> list[Any]:
     found.append(mean[0].dtype == torch.float16)
     found.append("op sum or avg, not 'max'" in error_of(
         comm.sparse_allreduce, vectors, indices, 60, 9, "max", conserve=False))  # fmt: skip
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_sparse_averages_and_asynchronous_calls(size: int) -> None:
-    assert all(all(found) for found in collectives.spawn(sparse, size))
+    assert all(found)

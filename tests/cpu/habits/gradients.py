@@ -3,162 +3,117 @@ by hand."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.cpu.habits.run import DENSE, Run, habit, made, plain_sgd, sgd
+from tests.cpu.habits.run import DENSE, Run, habit, made, plain_sgd
 
+NORMS = (2.0, float("inf"))
 CHANGED = r"changed|modified"
 NOT_AVERAGED = r"not (been )?averaged|reached no parameter"
 
 
 # ---- clipping ------------------------------------------------------------------------------------
 @habit("clip_grad_norm_ of the wrapper's parameters")
-def clip_norm(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
-        run.same(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 0.1).double().float())
-        optimizer.step()
+def clip_norm(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_backward(model, optimizer):
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, NORMS[step % 2])
+        run.same(f"norm {step}", norm)
 
 
 @habit("clip_grad_norm_ of the inner module's parameters")
-def clip_norm_of_inner(run: Run) -> None:
+def clip_norm_of_inner(run: Run, model: Any, optimizer: Any) -> None:
     """When chained, asking for its parameters waits for their gradients."""
-    model, optimizer = run.wrapped(made(run))
     inner = run.inner(model)
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+    for _ in run.after_backward(model, optimizer):
         nn.utils.clip_grad_norm_(inner.parameters(), 0.1)
-        optimizer.step()
 
 
 @habit("clip_grad_norm_ of held parameters", chained=CHANGED)
-def clip_norm_of_held(run: Run) -> None:
+def clip_norm_of_held(run: Run, model: Any, optimizer: Any) -> None:
     """When chained, their gradients are still being averaged, which references cannot know."""
-    model, optimizer = run.wrapped(made(run))
     held = [*run.inner(model).parameters()]
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+    for _ in run.after_backward(model, optimizer):
         nn.utils.clip_grad_norm_(held, 0.1)
-        optimizer.step()
 
 
 @habit("model.clip_grad_norm_")
-def clip_norm_method(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
-        if run.alone:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        else:
-            model.clip_grad_norm_(0.1)
-        optimizer.step()
+def clip_norm_method(run: Run, model: Any, optimizer: Any) -> None:
+    parameters = [*model.parameters()]
+    clip = partial(nn.utils.clip_grad_norm_, parameters) if run.alone else model.clip_grad_norm_
+    for step in run.after_backward(model, optimizer):
+        run.same(f"norm {step}", clip(0.1, NORMS[step % 2]))
 
 
 @habit("clip_grad_value_")
-def clip_value(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+def clip_value(run: Run, model: Any, optimizer: Any) -> None:
+    for _ in run.after_backward(model, optimizer):
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
 
 
 @habit("clipping of optimizer.param_groups")
-def clip_groups(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+def clip_groups(run: Run, model: Any, optimizer: Any) -> None:
+    for _ in run.after_backward(model, optimizer):
         for group in optimizer.param_groups:
             nn.utils.clip_grad_norm_(group["params"], 0.1)
-        optimizer.step()
 
 
 # ---- reading and changing gradients --------------------------------------------------------------
 @habit("gradient norms are logged")
-def norms(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+def norms(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_backward(model, optimizer):
         for name, p in model.named_parameters():
             run.same(f"{name} {step}", p.grad.norm())
-        optimizer.step()
 
 
 @habit("gradients are logged from the inner module after backward")
-def inner_norms(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def inner_norms(run: Run, model: Any, optimizer: Any) -> None:
     inner = run.inner(model)
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+    for step in run.after_backward(model, optimizer):
         for number, p in enumerate(inner.parameters()):
             run.same(f"{number} {step}", p.grad.norm())
-        optimizer.step()
 
 
 @habit("gradients of a held parameter are read after synchronize()")
-def held_norm(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def held_norm(run: Run, model: Any, optimizer: Any) -> None:
     held = run.inner(model).fc.weight
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+    for step in run.after_backward(model, optimizer):
         run.synchronize(model)
         run.same(f"norm {step}", held.grad.norm())
-        optimizer.step()
 
 
 @habit("gradients are changed between backward and step")
-def noise(run: Run) -> None:
+def noise(run: Run, model: Any, optimizer: Any) -> None:
     """Noise that is the same on all ranks, as for differential privacy, and a mask."""
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+    for step in run.after_backward(model, optimizer):
         torch.manual_seed(step)
         for p in model.parameters():
             p.grad.add_(torch.randn_like(p), alpha=0.01)
             p.grad[0].zero_()
-        optimizer.step()
 
 
 @habit("gradients are replaced between backward and step")
-def replaced(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+def replaced(run: Run, model: Any, optimizer: Any) -> None:
+    for _ in run.after_backward(model, optimizer):
         for p in model.parameters():
             p.grad = p.grad.sign() * 0.01
-        optimizer.step()
 
 
 @habit("some gradients are set to None between backward and step")
-def some_none(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+def some_none(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_backward(model, optimizer):
         for name, p in model.named_parameters():
             if name.startswith("second") and step % 3 == 1:
                 p.grad = None
-        optimizer.step()
 
 
 @habit("gradients by torch.autograd.grad, put into p.grad", error=NOT_AVERAGED)
-def by_hand(run: Run) -> None:
+def by_hand(run: Run, model: Any, optimizer: Any) -> None:
     """They are this rank's own: no backward pass has averaged them."""
-    model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         optimizer.zero_grad()
         parameters = [*model.parameters()]
@@ -169,9 +124,8 @@ def by_hand(run: Run) -> None:
 
 
 @habit("torch.autograd.grad beside the backward pass")
-def grad_beside(run: Run) -> None:
+def grad_beside(run: Run, model: Any, optimizer: Any) -> None:
     """For saliency, of inputs and of parameters."""
-    model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         optimizer.zero_grad()
         loss = run.loss(model, step)
@@ -183,8 +137,7 @@ def grad_beside(run: Run) -> None:
 
 
 @habit("backward(inputs=...) for a part of the parameters")
-def inputs_of_backward(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def inputs_of_backward(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         optimizer.zero_grad()
         run.loss(model, step).backward(inputs=[*run.inner(model).fc.parameters()])
@@ -192,9 +145,8 @@ def inputs_of_backward(run: Run) -> None:
 
 
 @habit("backward(create_graph=True)", error="create_graph")
-def create_graph(run: Run) -> None:
+def create_graph(run: Run, model: Any, optimizer: Any) -> None:
     """Averages would lose the graph of gradients."""
-    model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         optimizer.zero_grad()
         run.loss(model, step).backward(create_graph=True)
@@ -215,8 +167,7 @@ def parameter_penalty(run: Run) -> None:
 
 
 @habit("a penalty on weights in the loss")
-def weight_penalty(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def weight_penalty(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         optimizer.zero_grad()
         penalty = sum(p.square().sum() for p in model.parameters())
@@ -225,8 +176,7 @@ def weight_penalty(run: Run) -> None:
 
 
 @habit("a penalty on held weights, after the forward pass")
-def held_penalty(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def held_penalty(run: Run, model: Any, optimizer: Any) -> None:
     held = [*run.inner(model).parameters()]
     for step in run.steps:
         optimizer.zero_grad()
@@ -236,8 +186,7 @@ def held_penalty(run: Run) -> None:
 
 
 @habit("a loss of weights only, without a forward pass")
-def weights_only(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def weights_only(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         optimizer.zero_grad()
         if step % 4 == 3:
@@ -249,34 +198,30 @@ def weights_only(run: Run) -> None:
 
 # ---- hooks of users ------------------------------------------------------------------------------
 @habit("a linear hook on a parameter's gradient")
-def masked(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def masked(run: Run, model: Any, optimizer: Any) -> None:
     mask = torch.ones(6, 6, dtype=run.dtype).tril()
     run.inner(model).second.weight.register_hook(lambda gradient: gradient * mask)
     run.inner(model).fc.weight.register_hook(lambda gradient: 0.5 * gradient)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("a hook on a parameter's gradient, registered in mid-training")
-def masked_late(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def masked_late(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(run.middle))
     run.inner(model).fc.weight.register_hook(lambda gradient: 0.5 * gradient)
     run.train(model, optimizer, range(run.middle, 16))
 
 
 @habit("a post-accumulate hook on a parameter, before the first step", error=r"fc\.weight")
-def early_hook(run: Run) -> None:
+def early_hook(run: Run, model: Any, optimizer: Any) -> None:
     """It would change gradients on each rank, or before they are averaged."""
-    model, optimizer = run.wrapped(made(run))
     run.inner(model).fc.weight.register_post_accumulate_grad_hook(clamp)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("a post-accumulate hook on a parameter, in mid-training", error=r"fc\.weight")
-def late_hook(run: Run) -> None:
+def late_hook(run: Run, model: Any, optimizer: Any) -> None:
     """It would change gradients while they are being sent."""
-    model, optimizer = run.wrapped(made(run))
     run.train(model, optimizer, range(run.middle))
     run.inner(model).fc.weight.register_post_accumulate_grad_hook(clamp)
     run.train(model, optimizer, range(run.middle, 16))
@@ -303,26 +248,24 @@ def step_in_backward(run: Run) -> None:
 
 
 @habit("hooks on modules: of forward and of backward passes")
-def module_hooks(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def module_hooks(run: Run, model: Any, optimizer: Any) -> None:
     inner, seen = run.inner(model), []
     inner.first.register_forward_hook(lambda _, given, out: seen.append(out.detach()))
     inner.second.register_full_backward_hook(lambda _, given, out: (2 * given[0],))
     inner.fc.register_forward_pre_hook(lambda _, given: (given[0] * 1.5,))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
     run.same("passes", len(seen))
 
 
 @habit("a hook before the forward pass reads the weights of all layers")
-def root_hook(run: Run) -> None:
+def root_hook(run: Run, model: Any, optimizer: Any) -> None:
     """Registered on the whole module, as those of pruning and of weight norms are."""
-    model, optimizer = run.wrapped(made(run))
     inner = run.inner(model)
     seen: list[torch.Tensor] = []
     hook = inner.register_forward_pre_hook(
         lambda module, _: seen.append(module.fc.weight.detach().sum())
     )
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
     hook.remove()
     for step, value in enumerate(seen):
         run.same(f"sum {step}", value)
@@ -330,57 +273,45 @@ def root_hook(run: Run) -> None:
 
 # ---- weights changed by hand ---------------------------------------------------------------------
 @habit("weights are clamped after step")
-def clamped(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def clamped(run: Run, model: Any, optimizer: Any) -> None:
+    for _ in run.after_step(model, optimizer):
         with torch.no_grad():
             for p in model.parameters():
                 p.clamp_(-0.2, 0.2)
 
 
 @habit("weights of the inner module are clamped after step")
-def inner_clamped(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def inner_clamped(run: Run, model: Any, optimizer: Any) -> None:
+    for _ in run.after_step(model, optimizer):
         with torch.no_grad():
             for p in run.inner(model).parameters():
                 p.clamp_(-0.2, 0.2)
 
 
 @habit("held weights are clamped after step", chained=CHANGED)
-def held_clamped(run: Run) -> None:
+def held_clamped(run: Run, model: Any, optimizer: Any) -> None:
     """When chained, an update of theirs may be under way."""
-    model, optimizer = run.wrapped(made(run))
     held = [*run.inner(model).parameters()]
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+    for _ in run.after_step(model, optimizer):
         with torch.no_grad():
             for p in held:
                 p.clamp_(-0.2, 0.2)
 
 
 @habit("one layer's weight is normalized after step")
-def layer_normalized(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def layer_normalized(run: Run, model: Any, optimizer: Any) -> None:
+    for _ in run.after_step(model, optimizer):
         with torch.no_grad():
             weight = run.inner(model).fc.weight
             weight.div_(weight.norm(dim=1, keepdim=True))
 
 
 @habit("weights decay by hand before step")
-def decay(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+def decay(run: Run, model: Any, optimizer: Any) -> None:
+    for _ in run.after_backward(model, optimizer):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.99)
-        optimizer.step()
 
 
 @habit("SGD by hand on the wrapper's parameters")
@@ -418,19 +349,15 @@ def sgd_on_data(run: Run) -> None:
 
 
 @habit("parameters are read right after step")
-def read_after_step(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def read_after_step(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_step(model, optimizer):
         run.same(f"sum {step}", sum(p.detach().sum() for p in model.parameters()))
 
 
 @habit("parameters of the inner module are read right after step")
-def inner_read_after_step(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def inner_read_after_step(run: Run, model: Any, optimizer: Any) -> None:
     inner = run.inner(model)
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+    for step in run.after_step(model, optimizer):
         ways = (
             inner.parameters,
             inner.state_dict().values,
@@ -441,12 +368,9 @@ def inner_read_after_step(run: Run) -> None:
 
 
 @habit("weights are perturbed and restored: SAM", only=DENSE)
-def sharpness(run: Run) -> None:
+def sharpness(run: Run, model: Any, optimizer: Any) -> None:
     """Two passes a step. The perturbation is made of averaged gradients."""
-    model, optimizer = run.wrapped(made(run), sgd)
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
+    for step in run.after_backward(model, optimizer):
         with torch.no_grad():
             moved = [0.05 * p.grad for p in model.parameters()]
             for p, by in zip(model.parameters(), moved, strict=True):
@@ -456,4 +380,3 @@ def sharpness(run: Run) -> None:
         with torch.no_grad():
             for p, by in zip(model.parameters(), moved, strict=True):
                 p.sub_(by)
-        optimizer.step()

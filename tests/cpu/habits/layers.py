@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from linkweave import GTopK
-from tests.cpu.habits.run import CLASSES, DENSE, FEW, HIDDEN, INPUTS, Net, Run, habit, made, sgd
+from tests.cpu.habits.run import CLASSES, DENSE, FEW, HIDDEN, INPUTS, Net, Run, habit, made
 
 
 # ---- recurrent and attention ---------------------------------------------------------------------
@@ -76,7 +76,7 @@ for its_name, its_make in SEQUENCES.items():
 def out_proj(run: Run) -> None:
     model, optimizer = run.wrapped(made(run, lambda: OfSequences(Attention(), 2)))
     run.inner(model).body.again = True
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 # ---- norms and pruning of weights ----------------------------------------------------------------
@@ -109,7 +109,7 @@ def add_way(name: str, way: Callable[[nn.Module], nn.Module]) -> None:
         way(net.first)
         way(net.second)
         model, optimizer = run.wrapped(net)
-        run.train(model, optimizer, [*run.steps])
+        run.train(model, optimizer)
 
     @habit(f"{name} of the whole model", quick=FEW)
     def of_the_whole(run: Run) -> None:
@@ -117,7 +117,7 @@ def add_way(name: str, way: Callable[[nn.Module], nn.Module]) -> None:
         net = made(run, lambda: nn.Linear(INPUTS, CLASSES))
         torch.manual_seed(1)
         model, optimizer = run.wrapped(way(net))
-        run.train(model, optimizer, [*run.steps])
+        run.train(model, optimizer)
 
 
 for its_way, its_function in WAYS.items():
@@ -129,12 +129,11 @@ def orthogonal(run: Run) -> None:
     net = made(run)
     parametrizations.orthogonal(net.second)
     model, optimizer = run.wrapped(net)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("the inner module is pruned in mid-training")
-def pruned_late(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def pruned_late(run: Run, model: Any, optimizer: Any) -> None:
     inner = run.inner(model)
     run.train(model, optimizer, range(run.middle))
     pruned(inner.first)
@@ -172,23 +171,22 @@ class Checkpointed(Net):
 @habit("activation checkpointing, reentrant")
 def reentrant(run: Run) -> None:
     model, optimizer = run.wrapped(made(run, lambda: Checkpointed(True)))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("activation checkpointing, not reentrant")
 def not_reentrant(run: Run) -> None:
     model, optimizer = run.wrapped(made(run, lambda: Checkpointed(False)))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("the whole wrapper in a checkpoint")
-def whole_checkpoint(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        x, y = run.batch(step)
-        optimizer.zero_grad()
-        cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
-        optimizer.step()
+def whole_checkpoint(run: Run, model: Any, optimizer: Any) -> None:
+    run.train(
+        model,
+        optimizer,
+        loss=lambda x, y: cross_entropy(checkpoint(model, x, use_reentrant=False), y),
+    )
 
 
 @dataclass
@@ -210,11 +208,7 @@ def checkpoints_and_dataclass(run: Run) -> None:
     model, optimizer = run.wrapped(
         net, lambda p: torch.optim.SGD(p, 0.05, weight_decay=0.1), **extra
     )
-    for step in run.steps:
-        x, y = run.batch(step)
-        optimizer.zero_grad()
-        cross_entropy(model(x).logits, y).backward()
-        optimizer.step()
+    run.train(model, optimizer, loss=lambda x, y: cross_entropy(model(x).logits, y))
 
 
 # ---- what a forward pass takes and returns -------------------------------------------------------
@@ -236,13 +230,12 @@ def add_output(name: str, make: Callable[[torch.Tensor, torch.Tensor], Any]) -> 
                 return make(self.fc(hidden), hidden)
 
         model, optimizer = run.wrapped(made(run, Returns))
-        for step in run.steps:
-            x, y = run.batch(step)
-            optimizer.zero_grad()
+
+        def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             out = model(x)
-            logits = out["all"][0] if isinstance(out, dict) else out.logits
-            cross_entropy(logits, y).backward()
-            optimizer.step()
+            return cross_entropy(out["all"][0] if isinstance(out, dict) else out.logits, y)
+
+        run.train(model, optimizer, loss=loss)
 
 
 for its_output, its_maker in OUTPUTS.items():
@@ -258,19 +251,15 @@ def returns_loss(run: Run) -> None:
             return {"logits": out, "loss": loss}
 
     model, optimizer = run.wrapped(made(run, WithLoss))
-    for step in run.steps:
-        x, y = run.batch(step)
-        optimizer.zero_grad()
-        model(x, labels=y, scale=0.5)["loss"].backward()
-        optimizer.step()
+    loss = lambda x, y: model(x, labels=y, scale=0.5)["loss"]  # noqa: E731
+    for step in run.after_step(model, optimizer, loss=loss):
         with torch.no_grad():
-            assert model(x=x)["loss"] is None
+            assert model(x=run.batch(step)[0])["loss"] is None
 
 
 @habit("inputs get gradients: adversarial examples")
-def adversarial(run: Run) -> None:
+def adversarial(run: Run, model: Any, optimizer: Any) -> None:
     """A backward pass for inputs reaches parameters too, whose gradients are then dropped."""
-    model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         x, y = run.batch(step)
         x = x.requires_grad_()
@@ -282,8 +271,7 @@ def adversarial(run: Run) -> None:
 
 
 @habit("a teacher that is not wrapped: distillation")
-def distillation(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def distillation(run: Run, model: Any, optimizer: Any) -> None:
     torch.manual_seed(2)
     teacher = Net().to(run.dtype).eval()
     for step in run.steps:
@@ -316,8 +304,8 @@ def dtypes(run: Run) -> None:
 
     net = made(run, Mixed)
     net.second.double()
-    model, optimizer = run.wrapped(net, sgd)
-    run.train(model, optimizer, [*run.steps])
+    model, optimizer = run.wrapped(net)
+    run.train(model, optimizer)
 
 
 @habit("layers that are made in the first forward pass, after a dry run")
@@ -326,4 +314,4 @@ def lazy_dry(run: Run) -> None:
     torch.manual_seed(5)
     net(run.whole(0)[0])
     model, optimizer = run.wrapped(net)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.cpu.habits.run import (
-    CLASSES,
-    DENSE,
-    FEW,
-    INPUTS,
-    STEPS,
-    TWO,
-    Run,
-    habit,
-    made,
-    plain_sgd,
-    sgd,
-)
+from tests.cpu.habits.run import CLASSES, DENSE, FEW, INPUTS, TWO, Run, habit, made, plain_sgd
 
 NOT_AVERAGED = r"not (been )?averaged|no_sync\(\)"
 
 
 # ---- order of calls ------------------------------------------------------------------------------
 @habit("zero_grad, backward, step")
-def plain(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def plain(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         x, y = run.batch(step)
         optimizer.zero_grad()
@@ -39,8 +27,7 @@ def plain(run: Run) -> None:
 
 
 @habit("zero_grad between forward and backward")
-def late_zero(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def late_zero(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         loss = run.loss(model, step)
         optimizer.zero_grad()
@@ -49,8 +36,7 @@ def late_zero(run: Run) -> None:
 
 
 @habit("zero_grad after step")
-def zero_after_step(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def zero_after_step(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         run.loss(model, step).backward()
         optimizer.step()
@@ -58,8 +44,7 @@ def zero_after_step(run: Run) -> None:
 
 
 @habit("model.zero_grad()")
-def zero_of_model(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def zero_of_model(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         model.zero_grad()
         run.loss(model, step).backward()
@@ -67,8 +52,7 @@ def zero_of_model(run: Run) -> None:
 
 
 @habit("zero_grad(set_to_none=False) of the optimizer")
-def zeros_of_optimizer(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def zeros_of_optimizer(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         optimizer.zero_grad(set_to_none=False)
         run.loss(model, step).backward()
@@ -76,8 +60,7 @@ def zeros_of_optimizer(run: Run) -> None:
 
 
 @habit("zero_grad(set_to_none=False) of the model, after step")
-def zeros_of_model(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def zeros_of_model(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         run.loss(model, step).backward()
         optimizer.step()
@@ -85,8 +68,7 @@ def zeros_of_model(run: Run) -> None:
 
 
 @habit("p.grad = None for each parameter")
-def none_by_hand(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def none_by_hand(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         for p in model.parameters():
             p.grad = None
@@ -103,19 +85,18 @@ def never_zeroed(run: Run) -> None:
 
 
 @habit("a batch is dropped after backward")
-def dropped(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def dropped(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         optimizer.zero_grad()
         run.loss(model, step).backward()
         if step % 5 == 3:
+            (model if step % 2 else optimizer).zero_grad()
             continue
         optimizer.step()
 
 
 @habit("a batch is dropped before backward")
-def skipped(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def skipped(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         loss = run.loss(model, step)
         if step % 5 == 3:
@@ -126,18 +107,13 @@ def skipped(run: Run) -> None:
 
 
 @habit("step twice with the same gradients")
-def two_steps(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model, step).backward()
-        optimizer.step()
-        optimizer.step()
+def two_steps(run: Run, model: Any, optimizer: Any) -> None:
+    for _ in run.after_backward(model, optimizer):
+        optimizer.step()  # and again after it
 
 
 @habit("step with a closure")
-def closures(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def closures(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
 
         def closure(step: int = step) -> torch.Tensor:
@@ -150,8 +126,7 @@ def closures(run: Run) -> None:
 
 
 @habit("the loop ends after a backward pass")
-def ends_early(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def ends_early(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         optimizer.zero_grad()
         run.loss(model, step).backward()
@@ -160,18 +135,12 @@ def ends_early(run: Run) -> None:
 
 
 @habit("batches of another size in each step")
-def sizes(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        x, y = run.batch(step, 6 * (1 + step % 3))
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
+def sizes(run: Run, model: Any, optimizer: Any) -> None:
+    run.train(model, optimizer, batch=lambda step: run.batch(step, 6 * (1 + step % 3)))
 
 
 @habit("the learning rate is set by hand")
-def learning_rate(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def learning_rate(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (step + 1)
@@ -203,15 +172,14 @@ def dropout(run: Run) -> None:
 
 # ---- batches in unequal number -------------------------------------------------------------------
 @habit("join() with batches in unequal number", quick=(*FEW, "ddp", "gtopk"))
-def uneven(run: Run) -> None:
+def uneven(run: Run, model: Any, optimizer: Any) -> None:
     """The average divides by the number of all ranks, as that of DDP."""
-    model, optimizer = run.wrapped(made(run))
 
     def goes_on(rank: int, step: int) -> bool:
-        return step < STEPS - 2 * rank
+        return step < 16 - 2 * rank
 
     with run.join(model):
-        for step in range(STEPS):
+        for step in range(16):
             if not goes_on(run.rank, step):
                 break
             optimizer.zero_grad()
@@ -225,28 +193,25 @@ def uneven(run: Run) -> None:
                 run.loss(model, step).backward()
             optimizer.step()
             run.look()
-    run.train(model, optimizer, range(STEPS, STEPS + 3))
+    run.train(model, optimizer, range(16, 19))
 
 
 @habit("join() with batches in equal number", quick=FEW)
-def even(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def even(run: Run, model: Any, optimizer: Any) -> None:
     with run.join(model):
-        run.train(model, optimizer, range(STEPS))
+        run.train(model, optimizer)
 
 
 @habit("join() inside no_sync()", error=r"must not be inside another join", only=DENSE, quick=TWO)
-def join_in_no_sync(run: Run) -> None:
+def join_in_no_sync(run: Run, model: Any, optimizer: Any) -> None:
     """All passes of a loop that is joined must be ones that send."""
-    model, optimizer = run.wrapped(made(run))
     with run.no_sync(model), run.join(model):
-        run.train(model, optimizer, range(STEPS))
+        run.train(model, optimizer)
 
 
 # ---- accumulation --------------------------------------------------------------------------------
 @habit("accumulation without no_sync")
-def accumulated(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def accumulated(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         (run.loss(model, step) / 2).backward()
         if step % 2:
@@ -255,22 +220,22 @@ def accumulated(run: Run) -> None:
 
 
 @habit("accumulation with no_sync")
-def accumulated_apart(run: Run) -> None:
+def accumulated_apart(run: Run, model: Any, optimizer: Any) -> None:
     """The first pass of all is inside as well."""
-    model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         optimizer.zero_grad()
         with run.no_sync(model):
-            (run.loss(model, step) / 3).backward()
+            with run.no_sync(model):
+                (run.loss(model, step) / 3).backward()
             (run.loss(model, step + 50) / 3).backward()
+        assert run.differs(run.inner(model).fc.weight.grad)
         (run.loss(model, step + 90) / 3).backward()
         optimizer.step()
 
 
 @habit("no_sync around the backward pass only")
-def backward_in_no_sync(run: Run) -> None:
+def backward_in_no_sync(run: Run, model: Any, optimizer: Any) -> None:
     """As with DDP the forward pass counts, so these gradients are averaged."""
-    model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         optimizer.zero_grad()
         loss = run.loss(model, step)
@@ -280,9 +245,8 @@ def backward_in_no_sync(run: Run) -> None:
 
 
 @habit("no_sync around the forward pass only")
-def forward_in_no_sync(run: Run) -> None:
+def forward_in_no_sync(run: Run, model: Any, optimizer: Any) -> None:
     """As with DDP its gradients stay on this rank, until the next backward pass averages all."""
-    model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         optimizer.zero_grad()
         with run.no_sync(model):
@@ -293,9 +257,8 @@ def forward_in_no_sync(run: Run) -> None:
 
 
 @habit("step after backward passes in no_sync only", error=NOT_AVERAGED)
-def only_no_sync(run: Run) -> None:
+def only_no_sync(run: Run, model: Any, optimizer: Any) -> None:
     """The gradients are this rank's own."""
-    model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         optimizer.zero_grad()
         if step == run.middle:
@@ -307,19 +270,19 @@ def only_no_sync(run: Run) -> None:
 
 
 @habit("several backward passes of one forward pass")
-def several_backward(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def several_backward(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         optimizer.zero_grad()
         loss = run.loss(model, step)
         loss.backward(retain_graph=True)
         (2 * loss).backward()
-        optimizer.step()
+        if step % 4 != 2:
+            optimizer.step()
+    assert run.alone or run.mode.name == "auto" or model.schedule is not None
 
 
 @habit("one backward pass of several forward passes")
-def several_forward(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def several_forward(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         optimizer.zero_grad()
         (run.loss(model, step) + run.loss(model, step + 50)).backward()
@@ -327,8 +290,7 @@ def several_forward(run: Run) -> None:
 
 
 @habit("two forward passes, then two backward passes")
-def crosswise(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def crosswise(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         optimizer.zero_grad()
         first, second = run.loss(model, step), run.loss(model, step + 50)
@@ -339,37 +301,31 @@ def crosswise(run: Run) -> None:
 
 # ---- the end -------------------------------------------------------------------------------------
 @habit("close(), then each rank trains the module alone")
-def closed(run: Run) -> None:
+def closed(run: Run, model: Any, optimizer: Any) -> None:
     """As close() says; all ranks have the whole batch here."""
-    model, optimizer = run.wrapped(made(run))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
     run.close()
     inner = run.inner(model)
     for step in range(20, 24):
-        x, y = run.whole(step)
-        optimizer.zero_grad()
-        cross_entropy(inner(x), y).backward()
-        optimizer.step()
+        run.train(inner, optimizer, [step], batch=run.whole)
         with torch.no_grad():
-            run.same(f"out {step}", model(x))
+            run.same(f"out {step}", model(run.whole(step)[0]))
 
 
 @habit("close(), then the wrapper is trained", error="closed", by=1)
-def trained_after_close(run: Run) -> None:
+def trained_after_close(run: Run, model: Any, optimizer: Any) -> None:
     """Ranks would part without a word."""
-    model, optimizer = run.wrapped(made(run))
     run.train(model, optimizer, range(4))
     run.close()
     run.train(model, optimizer, range(4, 8))
 
 
 @habit("a second DataParallel after close()")
-def again(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def again(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(8))
     run.close()
     other = run.wrap(run.inner(model), optimizer)
-    run.train(other, optimizer, [*run.steps])
+    run.train(other, optimizer)
 
 
 @habit("models are dropped without close()", only=("auto", "bytescheduler"))
@@ -394,10 +350,8 @@ def without_close(run: Run) -> None:
 
 
 @habit("early stopping: the best state is kept and loaded at the end")
-def early_stopping(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def early_stopping(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_step(model, optimizer):
         if step == 12:
             best = copy.deepcopy(model.state_dict())
     model.load_state_dict(best)
@@ -446,7 +400,7 @@ def plain_gan(run: Run) -> None:
 @habit("a gradient penalty on inputs")
 def penalty(run: Run) -> None:
     _, made_critic = adversaries(run)
-    critic, optimizer = run.wrapped(made_critic, sgd)
+    critic, optimizer = run.wrapped(made_critic)
     for step in run.steps:
         x = run.batch(step)[0].requires_grad_()
         optimizer.zero_grad()

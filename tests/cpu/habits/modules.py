@@ -10,18 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.cpu.habits.run import (
-    CLASSES,
-    DENSE,
-    HIDDEN,
-    INPUTS,
-    Net,
-    Run,
-    habit,
-    made,
-    plain_sgd,
-    sgd,
-)
+from tests.cpu.habits.run import CLASSES, DENSE, INPUTS, Net, Run, habit, made, plain_sgd, sgd
 
 
 # ---- frozen and thawed ---------------------------------------------------------------------------
@@ -31,20 +20,21 @@ def frozen(run: Run) -> None:
     net.first.requires_grad_(False)
     net.second.bias.requires_grad_(False)
     model = run.wrap(net, optimizer := sgd([p for p in net.parameters() if p.requires_grad]))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("frozen parameters that the optimizer holds")
 def frozen_in_optimizer(run: Run) -> None:
     net = made(run)
     net.first.requires_grad_(False)
+    net.second.bias.requires_grad_(False)
     model, optimizer = run.wrapped(net)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
+    assert net.first.weight.grad is None
 
 
 @habit("a layer is frozen, and thawed later")
-def frozen_for_a_while(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def frozen_for_a_while(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         if step in (6, 11):
             run.inner(model).second.requires_grad_(step == 11)
@@ -52,16 +42,14 @@ def frozen_for_a_while(run: Run) -> None:
 
 
 @habit("requires_grad_ changes in each step")
-def toggled(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def toggled(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         run.inner(model).fc.requires_grad_(step % 2 == 0)
         run.train(model, optimizer, [step])
 
 
 @habit("a forward pass of the wholly frozen model, with gradients enabled")
-def wholly_frozen(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def wholly_frozen(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         if step % 4 == 3:
             model.requires_grad_(False)
@@ -78,7 +66,7 @@ def frozen_at_first(run: Run) -> None:
     model, optimizer = run.wrapped(net)
     run.mean("loss", run.loss(model, 0))
     model.requires_grad_(True)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 # ---- converted -----------------------------------------------------------------------------------
@@ -117,11 +105,7 @@ def to_dtype(run: Run) -> None:
 def double_early(run: Run) -> None:
     model, optimizer = run.wrapped(made(run).float(), plain_sgd)
     model.double()
-    for step in run.steps:
-        x, y = run.batch(step)
-        optimizer.zero_grad()
-        cross_entropy(model(x.double()), y).backward()
-        optimizer.step()
+    run.train(model, optimizer, loss=lambda x, y: cross_entropy(model(x.double()), y))
 
 
 @habit("model.to(memory_format=torch.channels_last) in mid-training")
@@ -140,11 +124,10 @@ def channels_last(run: Run) -> None:
 
 
 @habit("a parameter is replaced by a new one, which the optimizer gets")
-def parameter_replaced(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def parameter_replaced(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(run.middle))
     inner = run.inner(model)
-    inner.fc.weight = nn.Parameter(torch.zeros(CLASSES, HIDDEN, dtype=run.dtype))
+    inner.fc.weight = nn.Parameter(torch.zeros(CLASSES, 6, dtype=run.dtype))
     optimizer.add_param_group({"params": [inner.fc.weight]})
     run.train(model, optimizer, range(run.middle, 24))
 
@@ -154,12 +137,11 @@ def assigned(run: Run) -> None:
     net = made(run)
     net.load_state_dict({key: 0.5 * x for key, x in net.state_dict().items()}, assign=True)
     model, optimizer = run.wrapped(net)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("load_state_dict in mid-training")
-def loaded(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def loaded(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(4))
     kept = copy.deepcopy(model.state_dict())
     run.train(model, optimizer, range(4, 10))
@@ -168,37 +150,34 @@ def loaded(run: Run) -> None:
 
 
 @habit("load_state_dict of the inner module and of a layer in mid-training")
-def inner_loaded(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def inner_loaded(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(4))
     inner = run.inner(model)
     kept = copy.deepcopy(inner.state_dict())
     run.train(model, optimizer, range(4, 10))
     inner.load_state_dict(kept)
     run.train(model, optimizer, range(10, 14))
-    inner.fc.load_state_dict({"weight": kept["fc.weight"], "bias": kept["fc.bias"]})
-    run.train(model, optimizer, range(14, 20))
+    layer = copy.deepcopy(inner.second.state_dict())
+    run.train(model, optimizer, range(14, 16))
+    inner.second.load_state_dict(layer)
+    run.train(model, optimizer, range(16, 20))
 
 
 @habit("weights are set anew by model.apply")
-def applied(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def applied(run: Run, model: Any, optimizer: Any) -> None:
 
     def reset(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.constant_(module.weight, 0.1)
 
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+    for step in run.after_step(model, optimizer):
         if step == run.middle:
             model.apply(reset)
 
 
 @habit("weights go through one vector: vector_to_parameters")
-def vectors(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def vectors(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_step(model, optimizer):
         if step % 4 == 2:
             vector = nn.utils.parameters_to_vector(model.parameters())
             nn.utils.vector_to_parameters(0.9 * vector.detach(), model.parameters())
@@ -221,7 +200,7 @@ def buffers(run: Run) -> None:
     model, optimizer = run.wrapped(net)
     for number in range(len(BUFFERS)):
         run.same(f"buffer{number}", net.get_buffer(f"buffer{number}"))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("a sparse buffer")
@@ -229,7 +208,7 @@ def sparse_buffer(run: Run) -> None:
     net = made(run)
     net.register_buffer("table", torch.eye(3).to_sparse())
     model, optimizer = run.wrapped(net)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 def normed() -> nn.Module:
@@ -252,17 +231,16 @@ def apart_loss(run: Run, model: Any, step: int) -> torch.Tensor:
 @habit("BatchNorm: all ranks have the same batch")
 def batch_norm(run: Run) -> None:
     model, optimizer = run.wrapped(made(run, normed))
-    for step in run.steps:
-        x, y = run.whole(step)
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer, batch=run.whole)
     run.same("mean", run.inner(model)[1].running_mean)
 
 
 @habit("BatchNorm: running statistics are those of rank 0")
 def batch_norm_buffers(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run, normed))
+    net = made(run, normed)
+    for value in net.state_dict().values():
+        value += run.rank  # all begin with what rank 0 has
+    model, optimizer = run.wrapped(net)
     for step in run.steps:
         optimizer.zero_grad()
         apart_loss(run, model, step).backward()
@@ -270,6 +248,8 @@ def batch_norm_buffers(run: Run) -> None:
     model.eval()
     with torch.no_grad():
         run.same("evaluated", model(run.whole(99)[0]))
+    for name, buffer in model.named_buffers():
+        run.same(name, buffer)
 
 
 @habit("BatchNorm with broadcast_buffers=False")
@@ -283,6 +263,7 @@ def batch_norm_own_buffers(run: Run) -> None:
     model.eval()
     with torch.no_grad():
         mine = model(run.whole(99)[0])
+    assert run.differs(mine)
     run.mean("evaluated on rank 0", mine * (run.size if run.rank == 0 else 0))
 
 
@@ -307,7 +288,7 @@ def counter(run: Run) -> None:
             return super().forward(x) / self.count
 
     model, optimizer = run.wrapped(made(run, Counts))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
     run.same("count", run.inner(model).count)
 
 
@@ -328,12 +309,12 @@ class Tied(nn.Module):
 @habit("tied weights")
 def tied(run: Run) -> None:
     model, optimizer = run.wrapped(made(run, Tied))
-    for step in run.steps:
-        words = torch.randint(7, (6, 2), generator=torch.Generator().manual_seed(step))
-        words = run.part(words)
-        optimizer.zero_grad()
-        cross_entropy(model(words[:, 0]), words[:, 1]).backward()
-        optimizer.step()
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        words = torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(step))
+        return run.part(words[0]), run.part(words[1])
+
+    run.train(model, optimizer, batch=batch)
 
 
 @habit("a layer that is used several times")
@@ -346,7 +327,7 @@ def reused(run: Run) -> None:
             return x
 
     model, optimizer = run.wrapped(made(run, Recurrent))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("weights are tied in mid-training")
@@ -367,13 +348,15 @@ def containers(run: Run) -> None:
             self.many = nn.ParameterList(nn.Parameter(torch.randn(INPUTS, 6)) for _ in range(3))
             self.named = nn.ParameterDict({"out": nn.Parameter(torch.randn(6, CLASSES))})
             self.scale = nn.Parameter(torch.tensor(0.1))
+            self.empty = nn.Parameter(torch.zeros(0, 3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = sum(x @ weight for weight in self.many).tanh()  # type: ignore[union-attr]
-            return self.scale * x @ self.named["out"]
+            return self.scale * x @ self.named["out"] + self.empty.sum()
 
     model, optimizer = run.wrapped(made(run, Containers))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
+    assert model.empty.grad.shape == (0, 3)
 
 
 @habit("a layer that is never used")
@@ -384,7 +367,7 @@ def unused(run: Run) -> None:
             self.spare = nn.Linear(3, 3)
 
     model, optimizer = run.wrapped(made(run, Unused))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("an early exit: a part of the layers in some steps")
@@ -425,11 +408,9 @@ def shuffled(run: Run) -> None:
 
 # ---- the wrapper inside other modules ------------------------------------------------------------
 @habit("the wrapper in an nn.Sequential")
-def in_sequential(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def in_sequential(run: Run, model: Any, optimizer: Any) -> None:
     whole = nn.Sequential(nn.Flatten(), model, nn.Identity())
-    for step in run.steps:
-        run.train(whole, optimizer, [step])
+    for step in run.after_step(whole, optimizer):
         whole.eval()
         with torch.no_grad():
             run.mean(f"loss {step}", run.loss(whole, 99))
@@ -438,8 +419,7 @@ def in_sequential(run: Run) -> None:
 
 
 @habit("the state of a module around the wrapper, saved and loaded")
-def in_parent(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def in_parent(run: Run, model: Any, optimizer: Any) -> None:
     parent = nn.ModuleDict({"net": model})
     run.train(model, optimizer, range(10))
     kept = copy.deepcopy(parent.state_dict())
@@ -450,9 +430,8 @@ def in_parent(run: Run) -> None:
 
 
 @habit("a plain module's state, loaded into one around the wrapper")
-def into_parent(run: Run) -> None:
+def into_parent(run: Run, model: Any, optimizer: Any) -> None:
     """Names are those of the module without the wrapper, as in the wrapper's own state."""
-    model, optimizer = run.wrapped(made(run))
     parent = nn.ModuleDict({"net": model})
     run.train(model, optimizer, range(6))
     plain = nn.ModuleDict({"net": made(run)})
@@ -469,7 +448,7 @@ def optimizer_of_parent(run: Run) -> None:
     nn.init.eye_(features.weight)
     optimizer = sgd([*features.parameters(), *net.parameters()])
     model = run.wrap(net, optimizer)
-    run.train(nn.Sequential(features, model), optimizer, [*run.steps])
+    run.train(nn.Sequential(features, model), optimizer)
 
 
 @habit(

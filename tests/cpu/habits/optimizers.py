@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import torch
@@ -11,20 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler
 
-from tests.cpu.habits.run import (
-    CLASSES,
-    DENSE,
-    FEW,
-    HIDDEN,
-    TWO,
-    Net,
-    Run,
-    adam,
-    habit,
-    made,
-    plain_sgd,
-    sgd,
-)
+from tests.cpu.habits.run import CLASSES, DENSE, FEW, HIDDEN, TWO, Net, Run, adam, habit, made, sgd
 
 UNCHAINED = "chained with the next forward pass"
 """What training that cannot be chained is told."""
@@ -57,7 +45,7 @@ def add_kind(name: str, make: Any) -> None:
     @habit(name, only=only, quick=FEW)
     def kind(run: Run) -> None:
         model, optimizer = run.wrapped(made(run), make)
-        run.train(model, optimizer, [*run.steps])
+        run.train(model, optimizer)
 
 
 for its_name, its_make in KINDS.items():
@@ -84,7 +72,7 @@ class SignSgd(torch.optim.Optimizer):
 def own_class(run: Run) -> None:
     """Its step may be more than the sum of its parts, which chaining takes for granted."""
     model, optimizer = run.wrapped(made(run), lambda p: SignSgd(p, 0.1))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -97,7 +85,7 @@ def groups(run: Run) -> None:
         [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.01}], 0.05
     )
     model = run.wrap(net, optimizer)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("a layer is added with add_param_group")
@@ -138,8 +126,7 @@ def layer_replaced(run: Run) -> None:
 
 
 @habit("a layer is replaced, with add_param_group")
-def layer_replaced_in_groups(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def layer_replaced_in_groups(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(run.middle))
     torch.manual_seed(9)
     run.inner(model).fc = nn.Linear(HIDDEN, CLASSES).to(run.dtype)
@@ -148,8 +135,7 @@ def layer_replaced_in_groups(run: Run) -> None:
 
 
 @habit("a layer is replaced through the wrapper: model.fc = ...")
-def layer_replaced_through_wrapper(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def layer_replaced_through_wrapper(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(run.middle))
     torch.manual_seed(9)
     model.fc = nn.Linear(HIDDEN, CLASSES).to(run.dtype)
@@ -163,7 +149,9 @@ def in_no_optimizer(run: Run) -> None:
     net = made(run)
     optimizer = sgd([*net.first.parameters(), *net.fc.parameters()])
     model = run.wrap(net, optimizer)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
+    optimizer.add_param_group({"params": net.second.parameters(), "lr": 0.2})
+    run.train(model, optimizer, range(16, 24))
 
 
 # ---- several of them -----------------------------------------------------------------------------
@@ -219,7 +207,7 @@ def one_of_two_models(run: Run) -> None:
     optimizer = sgd([*encoder.parameters(), *decoder.parameters()])
     encoder = run.wrap(encoder, optimizer)
     decoder = run.wrap(decoder, optimizer)
-    run.train(lambda x: decoder(encoder(x)), optimizer, [*run.steps])
+    run.train(lambda x: decoder(encoder(x)), optimizer)
 
 
 @habit("another optimizer from mid-training on", chained="optimizer")
@@ -249,9 +237,8 @@ class Wrapping(torch.optim.Optimizer):
 
 
 @habit("an optimizer around the one that is given")
-def wrapped_later(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    run.train(model, Wrapping(optimizer), [*run.steps])
+def wrapped_later(run: Run, model: Any, optimizer: Any) -> None:
+    run.train(model, Wrapping(optimizer))
 
 
 @habit("an optimizer around another is given", error=r"Wrapping|wraps|inside|around")
@@ -260,14 +247,13 @@ def wrapped_before(run: Run) -> None:
     net = made(run)
     optimizer = Wrapping(sgd(net.parameters()))
     model = run.wrap(net, optimizer)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 # ---- hooks, scalers, schedulers ------------------------------------------------------------------
 @habit("hooks before and after the optimizer's step", chained=UNCHAINED)
-def step_hooks(run: Run) -> None:
+def step_hooks(run: Run, model: Any, optimizer: Any) -> None:
     """Each part of a chained step would call them."""
-    model, optimizer = run.wrapped(made(run))
     inner = run.inner(model)
 
     def scale(*_: Any) -> None:
@@ -281,27 +267,30 @@ def step_hooks(run: Run) -> None:
 
     optimizer.register_step_pre_hook(scale)
     optimizer.register_step_post_hook(clamp)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("a hook after the optimizer's step, registered in mid-training")
-def late_step_hook(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def late_step_hook(run: Run, model: Any, optimizer: Any) -> None:
     inner = run.inner(model)
 
+    calls = []
+
     def clamp(*_: Any) -> None:
+        calls.append("after")
         with torch.no_grad():
             for p in inner.parameters():
                 p.clamp_(-0.3, 0.3)
 
     run.train(model, optimizer, range(run.middle))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(clamp)
     run.train(model, optimizer, range(run.middle, 24))
+    assert calls == ["before", "after"] * (24 - run.middle)
 
 
 @habit("GradScaler on CPU", only=DENSE)
-def scaler(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def scaler(run: Run, model: Any, optimizer: Any) -> None:
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
     for step in run.steps:
         optimizer.zero_grad()
@@ -313,8 +302,7 @@ def scaler(run: Run) -> None:
 
 
 @habit("GradScaler skips a step after an overflow on one rank", only=DENSE)
-def scaler_skips(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def scaler_skips(run: Run, model: Any, optimizer: Any) -> None:
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in run.steps:
         optimizer.zero_grad()
@@ -345,10 +333,11 @@ def add_scheduler(name: str, make: Any) -> None:
             scheduler = None if late else make(optimizer)
             model = run.wrap(net, optimizer)
             scheduler = scheduler or make(optimizer)
-            for step in run.steps:
-                run.train(model, optimizer, [step])
-                scheduler.step()
-                run.same(f"rate {step}", scheduler.get_last_lr()[0])
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", ".*optimizer.step")  # not called, or replaced
+                for step in run.after_step(model, optimizer):
+                    scheduler.step()
+                    run.same(f"rate {step}", scheduler.get_last_lr()[0])
 
 
 for its_name, its_make in SCHEDULERS.items():
@@ -356,11 +345,9 @@ for its_name, its_make in SCHEDULERS.items():
 
 
 @habit("ReduceLROnPlateau by the loss of a validation batch")
-def plateau(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def plateau(run: Run, model: Any, optimizer: Any) -> None:
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0.05)
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+    for _ in run.after_step(model, optimizer):
         with torch.no_grad():
             x, y = run.whole(99)
             scheduler.step(cross_entropy(model(x), y))
@@ -394,37 +381,30 @@ def checkpoint(run: Run) -> None:
 
 
 @habit("states are saved on rank 0 only, in each step")
-def saved_on_one(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def saved_on_one(run: Run, model: Any, optimizer: Any) -> None:
+    for _ in run.after_step(model, optimizer):
         if run.rank == 0:
             torch.save([model.state_dict(), optimizer.state_dict()], io.BytesIO())
 
 
 @habit("weights are clamped through the optimizer's groups, by .data")
-def clamped_by_groups(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def clamped_by_groups(run: Run, model: Any, optimizer: Any) -> None:
+    for _ in run.after_step(model, optimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.data.clamp_(-0.2, 0.2)
 
 
 @habit("the optimizer's state is changed by hand")
-def state_changed(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def state_changed(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_step(model, optimizer):
         if step % 5 == 4:
             for state in optimizer.state.values():
                 state["momentum_buffer"].zero_()
 
 
 @habit("the optimizer's state is reset", only=DENSE)
-def state_cleared(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def state_cleared(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(run.middle))
     optimizer.state.clear()
     run.train(model, optimizer, range(run.middle, 16))
@@ -441,14 +421,14 @@ def lbfgs(run: Run) -> None:
 @habit("the optimizer of another model", error="optimizer", only=TWO)
 def of_another(run: Run) -> None:
     """Nothing would train."""
-    run.wrap(made(run), plain_sgd(made(run).parameters()))
+    run.wrap(made(run), sgd(made(run).parameters()))
 
 
 @habit("no step after the first ones: the optimizer is dropped", only=DENSE)
 def optimizer_dropped(run: Run) -> None:
     """The model is evaluated only, at the end."""
     model, optimizer = run.wrapped(made(run))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
     del optimizer
     model.eval()
     for step in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +15,7 @@ from tests.cpu.habits.run import CLASSES, INPUTS, Net, Run, habit, made, plain_s
 
 # ---- passes that do not train --------------------------------------------------------------------
 @habit("evaluation between steps: eval, no_grad, train")
-def evaluation(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def evaluation(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         model.train()
         run.train(model, optimizer, [step])
@@ -25,29 +25,25 @@ def evaluation(run: Run) -> None:
 
 
 @habit("evaluation by inference_mode, without eval")
-def inference(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def inference(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_step(model, optimizer):
         with torch.inference_mode():
+            if step % 2:
+                run.inner(model).encode(run.batch(99)[0])  # a part
             run.mean(f"loss {step}", run.loss(model, 99))
 
 
 @habit("evaluation of the inner module between steps")
-def inner_evaluation(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def inner_evaluation(run: Run, model: Any, optimizer: Any) -> None:
     inner = run.inner(model)
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+    for step in run.after_step(model, optimizer):
         with torch.no_grad():
             run.mean(f"loss {step}", run.loss(inner, 99))
 
 
 @habit("evaluation on rank 0 only")
-def evaluation_on_one(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def evaluation_on_one(run: Run, model: Any, optimizer: Any) -> None:
+    for _ in run.after_step(model, optimizer):
         if run.rank == 0:
             model.eval()
             with torch.no_grad():
@@ -56,11 +52,9 @@ def evaluation_on_one(run: Run) -> None:
 
 
 @habit("a forward pass with gradients on rank 0 only, before a barrier")
-def forward_on_one(run: Run) -> None:
+def forward_on_one(run: Run, model: Any, optimizer: Any) -> None:
     """It must not wait for the other ranks: it is unused."""
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+    for _ in run.after_step(model, optimizer):
         if run.rank == 0:
             model(run.whole(99)[0])
         if run.comm is not None:
@@ -68,14 +62,13 @@ def forward_on_one(run: Run) -> None:
 
 
 @habit("the first forward pass of all on rank 0 only")
-def first_forward_on_one(run: Run) -> None:
+def first_forward_on_one(run: Run, model: Any, optimizer: Any) -> None:
     """To print shapes, say."""
-    model, optimizer = run.wrapped(made(run))
     if run.rank == 0:
         model(run.whole(99)[0])
     if run.comm is not None:
         run.comm.barrier()
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("generation between steps, one token after another")
@@ -115,46 +108,35 @@ def deep(run: Run) -> None:
         return nn.Sequential(*[nn.Linear(INPUTS, INPUTS) for _ in range(30)])
 
     model, optimizer = run.wrapped(made(run, make), lambda p: torch.optim.SGD(p, 0.01))
-    for step in run.steps:
-        x, _ = run.batch(step)
-        optimizer.zero_grad()
-        mse_loss(model(x), x).backward()
-        optimizer.step()
+    for step in run.after_step(model, optimizer, loss=lambda x, _: mse_loss(model(x), x)):
         with torch.no_grad():
             for again in range(3):
-                run.mean(f"sum {step}", model(x + again).sum() * run.size)
+                run.mean(f"sum {step}", model(run.batch(step)[0] + again).sum() * run.size)
 
 
 @habit("the inner module is trained directly")
-def inner_trained(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def inner_trained(run: Run, model: Any, optimizer: Any) -> None:
     inner = run.inner(model)
     for step in run.steps:
-        optimizer.zero_grad()
-        run.loss(model if step % 3 else inner, step).backward()
-        optimizer.step()
+        run.train(model if step % 3 else inner, optimizer, [step])
 
 
 @habit("the inner module only is called, from the first step on")
-def inner_only(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    run.train(run.inner(model), optimizer, [*run.steps])
+def inner_only(run: Run, model: Any, optimizer: Any) -> None:
+    run.train(run.inner(model), optimizer)
 
 
 @habit("methods and layers are called through the wrapper")
-def through_the_wrapper(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        x, y = run.batch(step)
-        optimizer.zero_grad()
-        cross_entropy(model.fc(model.encode(x)), y).backward()
-        optimizer.step()
+def through_the_wrapper(run: Run, model: Any, optimizer: Any) -> None:
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(model.fc(model.encode(x)), y)
+
+    for _ in run.after_step(model, optimizer, loss=loss):
         assert model.fc.weight.shape == (CLASSES, 6)
 
 
 @habit("training a part: a layer of the inner module is called directly")
-def part_trained(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def part_trained(run: Run, model: Any, optimizer: Any) -> None:
     inner = run.inner(model)
     for step in run.steps:
         x, y = run.batch(step)
@@ -183,11 +165,7 @@ def branch(run: Run) -> None:
 
     model, optimizer = run.wrapped(made(run, Branches))
     which = run.part(torch.tensor([False] * 4 + [True] * 2))
-    for step in run.steps:
-        x, _ = run.batch(step)
-        optimizer.zero_grad()
-        model(x, which).square().mean().backward()
-        optimizer.step()
+    run.train(model, optimizer, loss=lambda x, _: model(x, which).square().mean())
 
 
 @habit("a layer that no rank uses in some steps")
@@ -212,9 +190,8 @@ def conditional(run: Run) -> None:
     "a backward pass that reaches no parameter on one rank",
     error=r"rank 1.*(no parameter|no gradient|not averaged)", by=1,
 )  # fmt: skip
-def reaches_nothing(run: Run) -> None:
+def reaches_nothing(run: Run, model: Any, optimizer: Any) -> None:
     """Its loss is made of its inputs only, so that the others wait for its gradients."""
-    model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         optimizer.zero_grad()
         x, y = run.batch(step)
@@ -250,15 +227,10 @@ def buffers_in_two_graphs(run: Run) -> None:
 
 
 @habit("a frozen copy of the wrapper is called with gradients enabled")
-def frozen_copy(run: Run) -> None:
+def frozen_copy(run: Run, model: Any, optimizer: Any) -> None:
     """As the target of a student."""
-    model, optimizer = run.wrapped(made(run))
     target = copy.deepcopy(model).requires_grad_(False)
-    for step in run.steps:
-        x, _ = run.batch(step)
-        optimizer.zero_grad()
-        (model(x) - target(x) - 1).square().mean().backward()
-        optimizer.step()
+    run.train(model, optimizer, loss=lambda x, _: (model(x) - target(x) - 1).square().mean())
 
 
 @habit("the wrapper is dropped without close(), and the module wrapped again")
@@ -277,9 +249,8 @@ def wrapped_again(run: Run) -> None:
 
 
 @habit("record_steps() on one rank")
-def recorded_on_one_rank(run: Run) -> None:
+def recorded_on_one_rank(run: Run, model: Any, optimizer: Any) -> None:
     """While the others go on measuring."""
-    model, optimizer = run.wrapped(made(run))
     for step in run.steps:
         if run.rank == 1 and step == run.middle:
             model.record_steps()
@@ -287,9 +258,8 @@ def recorded_on_one_rank(run: Run) -> None:
 
 
 @habit("a layer is thawed, and trained by a method of the inner module", error="parameter first")
-def thawed_unseen(run: Run) -> None:
+def thawed_unseen(run: Run, model: Any, optimizer: Any) -> None:
     """Whose forward pass the wrapper does not see."""
-    model, optimizer = run.wrapped(made(run))
     inner = run.inner(model)
     inner.first.requires_grad_(False)
     run.train(model, optimizer, range(12))
@@ -347,8 +317,7 @@ def forward_fails_on_one(run: Run) -> None:
 
 
 @habit("an exception between forward and backward")
-def loss_fails(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def loss_fails(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         optimizer.zero_grad()
         try:

@@ -19,9 +19,8 @@ from tests.cpu.habits.run import CLASSES, HIDDEN, INPUTS, TWO, Net, Run, adam, h
 
 
 @habit("a wrapper inside a module that is wrapped", error="DataParallel", only=TWO)
-def nested(run: Run) -> None:
+def nested(run: Run, model: Any, optimizer: Any) -> None:
     """Both would average the gradients."""
-    model, optimizer = run.wrapped(made(run))
     run.wrap(nn.Sequential(model, nn.Linear(CLASSES, CLASSES).to(run.dtype)), optimizer)
 
 
@@ -177,8 +176,4 @@ def single(run: Run) -> None:
     optimizer = sgd(net.parameters())
     group = run.comm.split(run.rank) if run.comm is not None else None
     model = run.wrap(net, optimizer, **({"group": group} if group is not None else {}))
-    for step in run.steps:
-        x, y = run.whole(step)
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer, batch=run.whole)

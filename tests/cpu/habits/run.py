@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -95,19 +97,33 @@ TWO = ("auto", "bytescheduler")
 def habit(
     name: str, *, error: str = "", chained: str = "", by: int | None = None,
     only: Sequence[str] = (), quick: Sequence[str] = (),
-) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:  # fmt: skip
-    """Adds a function to the table; `only` names the modes in which it makes sense."""
+) -> Callable[[Callable[..., None]], Callable[..., None]]:  # fmt: skip
+    """Adds a function to the table; `only` names the modes in which it makes sense.
 
-    def add(body: Callable[[Run], None]) -> Callable[[Run], None]:
+    One that takes a model and an optimizer is given those of a `Net`.
+    """
+
+    def add(body: Callable[..., None]) -> Callable[..., None]:
         assert name not in HABITS, name
         theme = body.__module__.rpartition(".")[2]
         re.compile(error), re.compile(chained)
         modes = tuple(only) or tuple(MODES)
         fast = tuple(quick) or (FEW if theme in LATER else QUICK)
-        HABITS[name] = Habit(name, body, theme, error, chained, by, modes, fast)
+        HABITS[name] = Habit(name, of_a_net(body), theme, error, chained, by, modes, fast)
         return body
 
     return add
+
+
+def of_a_net(body: Callable[..., None]) -> Callable[[Run], None]:
+    if len(signature(body).parameters) == 1:
+        return body
+
+    @wraps(body)
+    def carried_out(run: Run) -> None:
+        body(run, *run.wrapped(made(run)))
+
+    return carried_out
 
 
 # ---- one run of a habit --------------------------------------------------------------------------
@@ -200,13 +216,38 @@ class Run:
         x, y = self.batch(step)
         return cross_entropy(model(x), y)
 
-    def train(self, model: Any, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> None:
-        """Ordinary steps, before or after what the habit is about."""
+    def train(
+        self, model: Any, optimizer: Any, steps: Sequence[int] = range(STEPS),
+        batch: Callable[[int], Batch] | None = None, loss: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Ordinary steps. On ranks each has its part of the batch, unless it is `run.whole`."""
+        loss = loss or (lambda x, y: cross_entropy(model(x), y))
         for step in steps:
             optimizer.zero_grad()
-            self.loss(model, step).backward()
+            loss(*(batch or self.batch)(step)).backward()
             optimizer.step()
             self.look()
+
+    def after_backward(self, model: Any, optimizer: Any) -> Iterator[int]:
+        """All steps, each between its backward pass and the update."""
+        for step in self.steps:
+            optimizer.zero_grad()
+            self.loss(model, step).backward()
+            yield step
+            optimizer.step()
+
+    def after_step(self, model: Any, optimizer: Any, **options: Any) -> Iterator[int]:
+        """All steps, each after its update; options: those of `train`."""
+        for step in self.steps:
+            self.train(model, optimizer, [step], **options)
+            yield step
+
+    def differs(self, value: torch.Tensor) -> bool:
+        """Whether the first two ranks have different values; True in one process."""
+        if self.alone:
+            return True
+        rows = self.comm.allgather(value.detach().flatten()).view(self.size, -1)
+        return not torch.equal(rows[0], rows[1])
 
     # ---- what is compared ----
     def same(self, name: str, value: Any) -> None:

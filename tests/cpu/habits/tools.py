@@ -29,8 +29,7 @@ def evaluated(run: Run, name: str, model: Any) -> None:
 
 # ---- copies --------------------------------------------------------------------------------------
 @habit("deepcopy of the wrapper, evaluated")
-def copy_evaluated(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def copy_evaluated(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(10))
     best = copy.deepcopy(model)
     run.train(model, optimizer, range(10, 16))
@@ -39,34 +38,27 @@ def copy_evaluated(run: Run) -> None:
 
 
 @habit("deepcopy of the wrapper, before the first step")
-def copy_early(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def copy_early(run: Run, model: Any, optimizer: Any) -> None:
     first = copy.deepcopy(model)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
     evaluated(run, "copy", first)
 
 
 @habit("deepcopy of the wrapper, trained", error=COPIED)
-def copy_trained(run: Run) -> None:
+def copy_trained(run: Run, model: Any, optimizer: Any) -> None:
     """It has no ranks of its own."""
-    model, optimizer = run.wrapped(made(run))
     run.train(model, optimizer, range(10))
     other = copy.deepcopy(model)
     run.train(other, plain_sgd(other.parameters()), range(10, 14))
 
 
 @habit("deepcopy of the inner module, evaluated and trained alone")
-def inner_copied(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def inner_copied(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(10))
     other = copy.deepcopy(run.inner(model))
     evaluated(run, "copy", other)
     its_optimizer = plain_sgd(other.parameters())
-    for step in range(4):  # each rank alone, on the whole batch
-        x, y = run.whole(step)
-        its_optimizer.zero_grad()
-        cross_entropy(other(x), y).backward()
-        its_optimizer.step()
+    run.train(other, its_optimizer, range(4), batch=run.whole)  # each rank alone
     evaluated(run, "trained alone", other)
     run.train(model, optimizer, range(10, 16))
 
@@ -80,34 +72,31 @@ def both_copied(run: Run) -> None:
     run.train(model, optimizer, range(10, 14))
     for name, value in kept["model"].items():
         run.same(name, value)
+    assert type(other) is torch.optim.Adam
     for p, q in zip(inner.parameters(), other.param_groups[0]["params"], strict=True):
         assert p is q
+        run.same(f"moment {len(run.same_everywhere)}", other.state[q]["exp_avg"])
 
 
 # ---- averages ------------------------------------------------------------------------------------
 @habit("AveragedModel of the wrapper")
-def averaged(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def averaged(run: Run, model: Any, optimizer: Any) -> None:
     average = AveragedModel(model)
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+    for _ in run.after_step(model, optimizer):
         average.update_parameters(model)
     evaluated(run, "average", average)
 
 
 @habit("AveragedModel of the inner module")
-def inner_averaged(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def inner_averaged(run: Run, model: Any, optimizer: Any) -> None:
     average = AveragedModel(run.inner(model), multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+    for _ in run.after_step(model, optimizer):
         average.update_parameters(run.inner(model))
     evaluated(run, "average", average)
 
 
 @habit("AveragedModel of the wrapper, made in mid-training")
-def averaged_late(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def averaged_late(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(run.middle))
     average = AveragedModel(model)
     for step in range(run.middle, 16):
@@ -117,11 +106,9 @@ def averaged_late(run: Run) -> None:
 
 
 @habit("an average by hand over the wrapper's parameters")
-def average_by_hand(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def average_by_hand(run: Run, model: Any, optimizer: Any) -> None:
     average = copy.deepcopy(run.inner(model))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+    for _ in run.after_step(model, optimizer):
         with torch.no_grad():
             for mine, p in zip(average.parameters(), model.parameters(), strict=True):
                 mine.lerp_(p, 0.1)
@@ -129,12 +116,10 @@ def average_by_hand(run: Run) -> None:
 
 
 @habit("an average by hand over the inner module's parameters and state")
-def inner_average_by_hand(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def inner_average_by_hand(run: Run, model: Any, optimizer: Any) -> None:
     inner = run.inner(model)
     average = copy.deepcopy(inner)
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+    for step in run.after_step(model, optimizer):
         with torch.no_grad():
             if step % 2:
                 for mine, p in zip(average.parameters(), inner.parameters(), strict=True):
@@ -146,8 +131,7 @@ def inner_average_by_hand(run: Run) -> None:
 
 
 @habit("a target network that is loaded now and then")
-def target(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def target(run: Run, model: Any, optimizer: Any) -> None:
     other = made(run)
     for step in run.steps:
         x, y = run.batch(step)
@@ -162,8 +146,7 @@ def target(run: Run) -> None:
 
 # ---- saved ---------------------------------------------------------------------------------------
 @habit("torch.save of the wrapper, loaded and evaluated")
-def saved(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def saved(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(10))
     file = io.BytesIO()
     torch.save(model, file)
@@ -173,9 +156,8 @@ def saved(run: Run) -> None:
 
 
 @habit("torch.save of the wrapper, loaded and trained", error=COPIED)
-def saved_and_trained(run: Run) -> None:
+def saved_and_trained(run: Run, model: Any, optimizer: Any) -> None:
     """It has no ranks of its own."""
-    model, optimizer = run.wrapped(made(run))
     run.train(model, optimizer, range(10))
     file = io.BytesIO()
     torch.save(model, file)
@@ -185,22 +167,20 @@ def saved_and_trained(run: Run) -> None:
 
 
 @habit("pickles of the inner module and of the optimizer")
-def pickled(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def pickled(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_step(model, optimizer):
         if step % 5 == 4:
             inner, other = pickle.loads(pickle.dumps((run.inner(model), optimizer)))
             assert len(other.state) == len([*inner.parameters()])
             evaluated(run, f"pickled {step}", inner)
+            inner(run.whole(step)[0]).sum().backward()
+            other.step()
 
 
 # ---- torch.func and names ------------------------------------------------------------------------
 @habit("functional_call of the wrapper")
-def functional(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def functional(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_step(model, optimizer):
         with torch.no_grad():
             halves = {name: 0.5 * p for name, p in model.named_parameters()}
             x = run.whole(99)[0]
@@ -208,9 +188,8 @@ def functional(run: Run) -> None:
 
 
 @habit("functional_call of the inner module, trained")
-def inner_functional(run: Run) -> None:
+def inner_functional(run: Run, model: Any, optimizer: Any) -> None:
     """Its gradients reach the parameters through other tensors."""
-    model, optimizer = run.wrapped(made(run))
     inner = run.inner(model)
     for step in run.steps:
         x, y = run.batch(step)
@@ -224,10 +203,8 @@ def inner_functional(run: Run) -> None:
 
 
 @habit("get_parameter, get_submodule and named_modules of the wrapper")
-def names(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def names(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_step(model, optimizer):
         run.same(f"sum {step}", model.get_parameter("fc.weight").detach().sum())
         assert model.get_submodule("fc") is run.inner(model).fc
         for name, _ in model.named_parameters():
@@ -237,11 +214,9 @@ def names(run: Run) -> None:
 
 
 @habit("per-sample gradients of the inner module by torch.func")
-def per_sample(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def per_sample(run: Run, model: Any, optimizer: Any) -> None:
     inner = run.inner(model)
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+    for step in run.after_step(model, optimizer):
         values = {name: p.detach() for name, p in inner.named_parameters()}
 
         def loss(values: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -254,8 +229,7 @@ def per_sample(run: Run) -> None:
 
 # ---- torch.distributed.checkpoint ----------------------------------------------------------------
 @habit("get_model_state_dict and set_model_state_dict of torch.distributed.checkpoint")
-def dcp_model(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
+def dcp_model(run: Run, model: Any, optimizer: Any) -> None:
     run.train(model, optimizer, range(6))
     kept = copy.deepcopy(dcp.get_model_state_dict(model))
     assert set(kept) == set(made(run).state_dict())
@@ -292,7 +266,7 @@ def compiled_inside(run: Run) -> None:
     """When chained, updates come before layers, whose hooks compiled code leaves out."""
     torch._dynamo.reset()
     model, optimizer = run.wrapped(torch.compile(made(run), backend="eager"))
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("torch.compile of the wrapper", chained=COMPILED, only=TWO)
@@ -300,7 +274,7 @@ def compiled_outside(run: Run) -> None:
     """When chained, updates come before layers, whose hooks compiled code leaves out."""
     torch._dynamo.reset()
     model, optimizer = run.wrapped(made(run))
-    run.train(torch.compile(model, backend="eager"), optimizer, [*run.steps])
+    run.train(torch.compile(model, backend="eager"), optimizer)
 
 
 @habit("model.compile() of the wrapper in mid-training", chained=COMPILED, only=TWO)
@@ -330,14 +304,12 @@ def layer_compiled(run: Run) -> None:
     net: Net = made(run)
     net.second.compile(backend="eager")
     model, optimizer = run.wrapped(net)
-    run.train(model, optimizer, [*run.steps])
+    run.train(model, optimizer)
 
 
 @habit("torch.jit.trace of the inner module, evaluated")
-def traced(run: Run) -> None:
-    model, optimizer = run.wrapped(made(run))
-    for step in run.steps:
-        run.train(model, optimizer, [step])
+def traced(run: Run, model: Any, optimizer: Any) -> None:
+    for step in run.after_step(model, optimizer):
         if step == 10:
             inner: nn.Module = run.inner(model)
             with torch.no_grad():
