@@ -226,8 +226,10 @@ class _Picture:
     def missing(self, links: Sequence[Link]) -> None:
         """Draw dashed which of these links are not there, beside those that are."""
         counts = {(k.src, k.dst): k.count for k in self.drawn}
-        for link, _ in cables(links):
-            if link.count > (count := counts.get((link.src, link.dst), 0)):
+        for link, back in cables(links):
+            count = counts.get((link.src, link.dst), 0)
+            count = min(count, counts.get((link.dst, link.src), 0)) if back else count
+            if link.count > count:
                 beside = count / 2 + 0.5 if 0 < count <= _MANY else 0
                 points = self.layout.curve(link.src, link.dst, beside)
                 self.ax.plot(*_xy(points), color=_GONE, linestyle=(0, (4, 3)), linewidth=1.8,

@@ -520,7 +520,8 @@ class CallGuard:
                 return
             if isinstance(error, Refused):
                 raise error.kind(error.text) from None
-            if not self._control.aborted():  # the others must not wait for this rank
+            # the others must not wait for this rank
+            if not self._health.closed and not self._control.aborted():
                 self._control.give_up(RAISED)
             self._health.fail(error)
         finally:

@@ -272,6 +272,27 @@ def hear(rank: int, path: Path, words: str) -> None:
     assert time.monotonic() - start < 100 and words in said, said
 
 
+@pytest.mark.parametrize("close", ["comm.close", "shutdown"])
+@on_ranks(2)
+def test_a_call_of_another_thread_ends_where_its_communicator_is_closed(
+    rank: int, close: str
+) -> None:
+    comm = get_default()
+    x = np.ones(1000, np.float32)
+    comm.allreduce(x)
+    said: list[str] = []
+    if rank == 0:
+        waits = threading.Thread(target=lambda: said.append(error_of(comm.allreduce, x)))
+        waits.start()
+        time.sleep(0.05)
+        (comm.close if close == "comm.close" else collectives.shutdown)()
+        waits.join(20)
+        assert said == ["this communicator is closed"]
+    else:
+        time.sleep(0.3)
+        assert "rank 0" in error_of(comm.barrier)
+
+
 @on_ranks(2, timeout=200)
 def test_an_exception_inside_a_call_is_told_at_once(rank: int, tmp_path: Path) -> None:
     """Rank 1's call raises something that is no CollectiveError; it closes, and lives on."""

@@ -61,11 +61,11 @@ class Ready:
     """A call that can be made any number of times.
 
     `notice` and `state` are arrays of `interpreter.call`, and `frames` its arguments for even and
-    odd calls, which use `arrays` too; `choice` is what the call was planned for
-    (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a gradient queue
-    (`planning.dataflow.table`); `writes` says whether this rank copies or combines any chunk of the
-    message, and `clean`, whether only such as lie in its result and are read by no other rank, so
-    that the result may lie elsewhere.
+    odd calls; `arrays` are those that they use and nobody else keeps; `choice` is what the call was
+    planned for (`HostCalls._choice`); `needs` [layers, tracks] is the layer-chunk table of a
+    gradient queue (`planning.dataflow.table`); `writes` says whether this rank copies or combines
+    any chunk of the message, and `clean`, whether only such as lie in its result and are read by no
+    other rank, so that the result may lie elsewhere.
     `span` is the bytes of the buffer if the plan may run directly in shared memory, otherwise 0;
     `pulls` says whether ranks read each other's inputs, if they can.
     """
@@ -200,8 +200,8 @@ class CpuExecutor:
             for posted in control.notices
         )  # fmt: skip
         return Ready(
-            region, notice, state, frames, (table, reads), label, staged, choice, needs,
-            bool(written), clean, buffer.nbytes if encoded.direct else 0, pulls,
+            region, notice, state, frames, (table, reads, *control.notices), label, staged, choice,
+            needs, bool(written), clean, buffer.nbytes if encoded.direct else 0, pulls,
         )  # fmt: skip
 
     def run(
@@ -261,6 +261,8 @@ class CpuExecutor:
                 log.info("rank %d: not all memory can be read; slots are used", self.rank)
                 self._readable, ready.notice[-2:] = False, -1
                 return self.run(ready, address, source, shift, out, given, result, layer_counters)
+            if control.health.closed:  # by another thread, meanwhile
+                control.health.check()
             progress = int(region.cursor.sum()) + int(state[kernel.STAGE])
             if progress != before:
                 before, start = progress, time.monotonic() - _IDLE

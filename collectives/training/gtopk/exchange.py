@@ -238,8 +238,7 @@ class SparseAverage:
     """Averages flat tensors over the ranks of a transport, on any device.
 
     Mode "auto" chooses by the times of `network`, a dense all-reduce's; all ranks must have the
-    same. A residual is float32, with as many elements as the gradients, and
-    has no `scale`.
+    same. A residual is float32, with as many elements as the gradients, and has no `scale`.
     The number of entries follows from the number of elements, so that on a GPU the host never waits
     for a length.
     """
@@ -374,7 +373,9 @@ def _picked(
     bad = ~residual.isfinite()
     first = torch.where(bad.any(), bad.int().argmax(), at[0])
     at = torch.cat([first[None], at[1:].long()]).sort()[0]
-    if not x.is_cuda and (at[0] < 0 or at[-1] >= x.numel()):
+    if x.is_cuda:
+        torch._assert_async((at[0] >= 0) & (at[-1] < x.numel()))
+    elif at[0] < 0 or at[-1] >= x.numel():
         wrong = int(at[0] if at[0] < 0 else at[-1])
         raise CollectiveError(f"GTopK's select returned position {wrong} of {x.numel()} entries")
     twice = torch.cat([at.new_zeros(1, dtype=torch.bool), at[1:] == at[:-1]])

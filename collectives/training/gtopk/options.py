@@ -36,9 +36,11 @@ class GTopK:
         is lost in the paper. So nothing is lost, but training takes more steps.
     select: None for the largest entries, or `select(sums, k, step)`, which returns k different
         positions in `sums`, a residual to which the gradient has been added: integers [k] on its
-        device, in any order. It must not change `sums`. An entry that is not finite is sent in any
-        case, in place of the first of them. What is chosen at random must be the same on all ranks,
-        as merges keep the largest sums.
+        device, in any order. It must not change `sums`, and depend on its arguments alone: lanes
+        call it from threads of theirs, for each all-reduce or, `per` unit, each layer, and also
+        while a network is measured. Positions out of range are an error, on GPUs a failed assertion
+        of the device. An entry that is not finite is sent in any case, in place of the first of
+        them. What is chosen at random must be the same on all ranks, as merges keep the largest.
 
     The optimizer, of any kind, is given the averaged entries, and zeros between them: momentum is
     its own. Raises CollectiveError for values out of range.
