@@ -218,6 +218,8 @@ def summary(
         "algorithm": reason if made.algorithm in reason else f"{made.algorithm}: {reason}",
         "predicted": f"{line.seconds * 1e6:.1f} us, {line.algbw / 1e9:.2f} GB/s{ready}",
     }
+    if machine.on_memory:
+        facts["predicted"] += "; on CPUs without the call itself, 10 us or more"
     if made.collective in BOUNDED and line.seconds:
         best = bound(
             machine, made.collective, made.root if made.collective == "broadcast" else None

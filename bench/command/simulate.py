@@ -19,6 +19,7 @@ from linkweave.collectives.planning.planner import candidates, choose
 from linkweave.collectives.planning.simulate import Timeline
 from linkweave.topology import Topology, bound
 from linkweave.topology.bounds import BOUNDED
+from linkweave.topology.timings import measured_seconds
 
 LEGEND = (
     "busiest link: share of the time in which it carries bytes; detours: connections over another "
@@ -98,6 +99,10 @@ def simulate(
         print(json.dumps({**what, "auto": chosen, "rows": rows}))
         return
     taken = f"; auto takes {chosen}" if chosen else f" by {plan}"
+    if chosen and collective == "allreduce" and (
+        timed := measured_seconds(found.timings, chosen, nbytes)
+    ):  # fmt: skip
+        taken += f", by measured times the fastest ({timed[0] * 1e6:.1f} us); predicted:"
     if given and collective in BOUNDED:
         taken += f", where at most {bound(found, collective).algbw / 1e9:.2f} GB/s are possible"
     print(f"{collective} of {size_text(nbytes)} on {found.name}{taken}")

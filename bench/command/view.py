@@ -107,7 +107,9 @@ def _step(given: str) -> list[gantt.Chart] | None:
 
 
 def about(machine: Topology) -> str:
-    return repr(machine)[10:-1].partition(": ")[2]
+    words = repr(machine)[10:-1].partition(": ")[2]
+    hidden = {k.kind for k in machine.links} - {k.kind for k in machine.fabric}
+    return f"{words} (only the fabric is drawn)" if hidden else words
 
 
 def write(

@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -32,7 +33,7 @@ from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT
-from linkweave.collectives.runtime.diagnose import RAISED
+from linkweave.collectives.runtime.diagnose import INTERRUPTED, RAISED
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.runtime.tensors import as_buffer, gpu_of, parse_shape, tensor_over
@@ -533,11 +534,20 @@ def find_default() -> Communicator | None:
 
 
 def shutdown() -> None:
-    """Close the default communicator. Runs at exit as well, and may be repeated."""
+    """Close the default communicator. A program does so as it ends; it may be repeated."""
     global _default
     if _default is not None:
         _default.close()
         _default = None
 
 
-atexit.register(shutdown)
+@atexit.register
+def _at_exit() -> None:
+    """Close the default communicator; ranks that wait for this one hear of the exception that has
+    ended the program."""
+    raised = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    own = _default
+    alone = hasattr(sys, "ps1")  # a prompt, which went on after the exception
+    if raised and not alone and isinstance(own, Communicator) and own.calls.health.usable:
+        own.abort(INTERRUPTED if isinstance(raised, KeyboardInterrupt) else RAISED)
+    shutdown()

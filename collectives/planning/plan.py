@@ -155,9 +155,9 @@ class Plan:
         """For notebooks: what the plan is made of, without its steps."""
         return html_table(f"Plan: {self._first_line}", {
             **{f"tree {i}": f"root {tree.root}, depth {tree.depth}"
-               for i, tree in enumerate(self.trees)},
+               for i, tree in enumerate(self.trees, 1)},
             **{f"detour {i}": f"{a} - {b} over {', '.join(map(str, via))}"
-               for i, (a, *via, b) in enumerate(self.detours)},
+               for i, (a, *via, b) in enumerate(self.detours, 1)},
             "tracks": str(len(self.tracks)), "connections": str(len(self.connections)),
             **{f"note {i}": note for i, note in enumerate(self.notes, 1)},
         })  # fmt: skip
@@ -265,7 +265,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [self._first_line]
-        for i, tree in enumerate(self.trees):
+        for i, tree in enumerate(self.trees, 1):
             lines.append(f"tree {i}: root {tree.root}, depth {tree.depth}, parents {tree.parent}")
         lines += [
             f"detour {a} - {b} over {', '.join(map(str, via))}" for a, *via, b in self.detours

@@ -372,6 +372,8 @@ class DataParallel(nn.Module):
     def _measured_step(self) -> MeasuredStep:
         tuner: Tuner | None = self._engine.tuner if self._engine else None
         step = tuner.measured if tuner else None
+        if not (self._engine or self._end):
+            raise CollectiveError("a single rank trains without a schedule: it records no steps")
         if step is None:
             raise CollectiveError(
                 "no step of a schedule has been recorded: call record_steps(), and train a few "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import subprocess
 import sys
 import types
@@ -304,6 +305,42 @@ def test_under_torchrun(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fine") == 4
+
+
+ENDS = """
+import sys
+import numpy as np
+import linkweave
+linkweave.init(timeout=60)
+linkweave.allreduce(np.ones(3))
+if linkweave.get_default().rank == 1:
+    %s
+linkweave.allreduce(np.ones(3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ("raise ValueError('bad batch')", "rank 1 raised an exception"),
+        ("raise KeyboardInterrupt", "rank 1 was interrupted"),
+        ("sys.exit(0)", "rank 1 has returned or was closed"),
+    ],
+)
+def test_how_a_program_has_ended_is_told(last: str, words: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS % last], stderr=subprocess.PIPE, text=True,
+            env={**env, "RANK": str(rank), "MASTER_PORT": str(port)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    first, _ = (rank.communicate(timeout=100)[1] for rank in ranks)
+    assert words in first
 
 
 @pytest.mark.parametrize(

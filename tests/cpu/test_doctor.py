@@ -13,57 +13,13 @@ import pytest
 from linkweave.collectives.runtime.gpu import doctor
 from linkweave.collectives.runtime.gpu.doctor import Check, System, examine
 from linkweave.collectives.runtime.gpu.driver import CudaDriver, CudaError
+from linkweave.topology import load
+from tests.null.fixtures import Driver
 
 
-class NVMLError(Exception):
-    def __init__(self, value: int) -> None:
-        super().__init__(f"NVML said {value}")
-        self.value = value
-
-
-class Nvml:
-    """As much of pynvml as detection asks, for GPUs without NVLinks under one CPU."""
-
-    NVMLError = NVMLError
-    NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_DRIVER_NOT_LOADED = 12, 9
-    NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_INVALID_ARGUMENT = 3, 2
-    NVML_ERROR_FUNCTION_NOT_FOUND = 13
-    NVML_FEATURE_ENABLED, NVML_NVLINK_DEVICE_TYPE_SWITCH = 1, 2
-
-    def __init__(self, gpus: int, fails: int = 0) -> None:
-        self.gpus, self.fails = gpus, fails
-
-    def nvmlInit(self) -> None:
-        if self.fails:
-            raise NVMLError(self.fails)
-
-    def nvmlShutdown(self) -> None: ...
-    def nvmlDeviceGetCount(self) -> int:
-        return self.gpus
-
-    def nvmlDeviceGetHandleByIndex(self, i: int) -> int:
-        return i
-
-    def nvmlDeviceGetCudaComputeCapability(self, i: int) -> tuple[int, int]:
-        return 7, 0
-
-    def nvmlDeviceGetPciInfo(self, i: int) -> Any:
-        return type("Pci", (), {"busId": f"00000000:{i + 1:02X}:00.0"})
-
-    def nvmlDeviceGetUUID(self, i: int) -> str:
-        return f"GPU-{i}"
-
-    def nvmlDeviceGetName(self, i: int) -> str:
-        return "Tesla V100"
-
-    def nvmlDeviceGetMigMode(self, i: int) -> tuple[int, int]:
-        raise NVMLError(3)
-
-    def nvmlDeviceGetNvLinkState(self, i: int, link: int) -> int:
-        raise NVMLError(3)
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, a: int, b: int) -> int:
-        return 30
+def nvml(gpus: int) -> Driver:
+    """NVML of so many GPUs without NVLinks; without any, it does not find its library."""
+    return Driver(load(f"pcie-{gpus}")) if gpus else Driver(load("mesh-1"), nvmlInit=12)
 
 
 class Cuda:
@@ -115,7 +71,7 @@ def found(root: Path, nvml: Any, cuda: Any = None, **environ: str) -> dict[str, 
 
 
 def test_without_gpus_all_is_well(root: Path) -> None:
-    checks = found(root, Nvml(0, fails=12))
+    checks = found(root, nvml(0))
     assert checks["GPU driver"] == Check("GPU driver", "ok", "no GPU here; ranks run on the CPU")
     assert {c.state for c in checks.values()} <= {"ok", "warning"}
 
@@ -125,9 +81,9 @@ def test_gpus_that_meet(root: Path) -> None:
     driver.mkdir(parents=True)
     words = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
     (driver / "version").write_text(words)
-    checks = found(root, Nvml(3), Cuda(3))
+    checks = found(root, nvml(3), Cuda(3))
     assert checks["GPU driver"].detail == "570.86.15"
-    assert checks["GPUs"].detail == "3 x Tesla V100"
+    assert checks["GPUs"].detail == "3 x Tesla V100-SXM2-16GB"
     assert checks["CUDA"].detail == "driver for CUDA 12.8, 3 GPUs"
     assert checks["peer access"].detail == "all 6 pairs (0: x x x; 1: x x x; 2: x x x)"
     assert checks["peer access"].state == checks["IPC (VMM)"].state == "ok"
@@ -135,14 +91,14 @@ def test_gpus_that_meet(root: Path) -> None:
 
 
 def test_closed_ways_are_shown(root: Path) -> None:
-    check = found(root, Nvml(3), Cuda(3, closed=((0, 2), (2, 0))))["peer access"]
+    check = found(root, nvml(3), Cuda(3, closed=((0, 2), (2, 0))))["peer access"]
     assert check.state == "problem" and "ACS" in check.remedy
     assert check.detail == "2 of 6 pairs have none (0: x x -; 1: x x x; 2: - x x)"
 
 
 def test_ipc_and_compute_mode(root: Path) -> None:
     cuda = Cuda(2, unified={1: 0}, handles={0: 0, 1: 0}, compute_mode={0: 3, 1: 2})
-    system = System(root, {}, Nvml(2), lambda: CudaDriver(cuda))
+    system = System(root, {}, nvml(2), lambda: CudaDriver(cuda))
     checks = examine(system)
     modes = [c.detail for c in checks if c.name == "compute mode"]
     assert modes == ["GPU 0 admits one process", "GPU 1 admits no process"]
@@ -155,25 +111,25 @@ def test_ipc_and_compute_mode(root: Path) -> None:
 def test_a_container_without_the_drivers_library(root: Path) -> None:
     (root / "proc/driver/nvidia").mkdir(parents=True)
     (root / "proc/driver/nvidia/version").write_text("")
-    check = found(root, Nvml(0, fails=12))["GPU driver"]
+    check = found(root, nvml(0))["GPU driver"]
     assert check.state == "problem" and "CUDA_VISIBLE_DEVICES" in check.remedy
 
 
 def test_a_driver_that_does_not_answer(root: Path) -> None:
-    check = found(root, Nvml(1, fails=999))["GPU driver"]
-    assert check.state == "problem" and "NVML said 999" in check.detail and check.remedy
+    check = found(root, Driver(load("mesh-1"), nvmlInit=999))["GPU driver"]
+    assert check.state == "problem" and "error 999" in check.detail and check.remedy
 
 
 def test_hidden_by_the_environment(root: Path) -> None:
     (root / "dev/nvidia0").touch()
-    check = found(root, Nvml(2), Cuda(2), CUDA_VISIBLE_DEVICES="")["GPU driver"]
+    check = found(root, nvml(2), Cuda(2), CUDA_VISIBLE_DEVICES="")["GPU driver"]
     assert check.state == "problem" and "CUDA_VISIBLE_DEVICES" in check.detail + check.remedy
 
 
 def test_cuda_that_fails_or_disagrees(root: Path) -> None:
-    failed = found(root, Nvml(2), Cuda(2, init=804))["CUDA"]
+    failed = found(root, nvml(2), Cuda(2, init=804))["CUDA"]
     assert failed.detail == "cuInit: CUDA_ERROR_MADE_UP (804)" and failed.state == "problem"
-    fewer = found(root, Nvml(2), Cuda(1))["CUDA"]
+    fewer = found(root, nvml(2), Cuda(1))["CUDA"]
     assert fewer.detail == "shows 1 GPUs, the driver 2" and fewer.state == "problem"
 
 
@@ -191,7 +147,7 @@ def test_a_small_dev_shm(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {name: getattr(real, name) for name in dir(real) if name.startswith("f_")}
     small = type("Stat", (), {**fields, "f_blocks": 16384, "f_bavail": 16000, "f_frsize": 4096})
     monkeypatch.setattr(doctor.os, "statvfs", lambda path: small)
-    check = found(root, Nvml(0, fails=12))["/dev/shm"]
+    check = found(root, nvml(0))["/dev/shm"]
     assert check.state == "warning" and check.detail.startswith("0.0625 GiB")
     assert "--shm-size" in check.remedy
 
@@ -201,7 +157,7 @@ def test_container_limits(root: Path) -> None:
     (root / "sys/fs/cgroup/memory.max").write_text("1073741824\n")
     (root / "sys/fs/cgroup/cpu.max").write_text("150000 100000\n")
     (root / ".dockerenv").touch()
-    checks = found(root, Nvml(0, fails=12))
+    checks = found(root, nvml(0))
     assert checks["memory limit"].state == "warning"
     assert "for 1.5 cores' time" in checks["cores"].detail
     assert "in a container (Docker)" in checks["system"].detail
@@ -218,14 +174,14 @@ def test_an_iommu_that_translates(root: Path, command: str, kind: str, state: st
     (root / "proc/cmdline").write_text(command)
     (root / "proc/driver/nvidia").mkdir(parents=True)
     (root / "proc/driver/nvidia/version").write_text("Kernel Module  550.1")
-    check = found(root, Nvml(2), Cuda(2))["IOMMU"]
+    check = found(root, nvml(2), Cuda(2))["IOMMU"]
     assert check.state == state
     assert ("iommu=pt" in check.remedy) == (state == "warning")
 
 
 def test_peers_that_cannot_open_each_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_OPEN", "raise PermissionError('no way')")
-    check = found(root, Nvml(0, fails=12))["peer processes"]
+    check = found(root, nvml(0))["peer processes"]
     assert check.state == "problem" and "no way" in check.detail and "hidepid" in check.remedy
 
 
@@ -234,7 +190,7 @@ def test_a_check_that_breaks_hides_no_other(root: Path, monkeypatch: pytest.Monk
         raise RuntimeError("made up")
 
     monkeypatch.setattr(doctor.os, "sched_getaffinity", broken)
-    checks = found(root, Nvml(2), Cuda(2))
+    checks = found(root, nvml(2), Cuda(2))
     assert checks["cores"].state == "problem" and "made up" in checks["cores"].detail
     assert checks["libraries"].state == "ok" and checks["CUDA"].state == "ok"
 

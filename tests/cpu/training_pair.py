@@ -25,17 +25,6 @@ from linkweave.collectives import DataParallel
 SIZE = 2
 
 
-class Cases(list[Callable[[int], None]]):
-    """The bodies of a file's cases; a decorator."""
-
-    def __call__(self, function: Callable[[int], None]) -> Callable[[int], None]:
-        self.append(function)
-        return function
-
-    def run(self, body: Callable[[int], None]) -> None:
-        collectives.spawn(body, SIZE, timeout=60)
-
-
 def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """Three units."""
     torch.manual_seed(5)
@@ -118,7 +107,3 @@ def pairs(*arguments: Any, **named: Any) -> Iterator[Pair]:
         pair = Pair(*arguments, chained=chained, **named)
         yield pair
         pair.close()
-
-
-def model_comm() -> Any:
-    return collectives.get_default()

@@ -35,15 +35,14 @@ def missing() -> str:
     """Why hosts cannot be made here; empty if they can."""
     if os.geteuid() != 0:
         return "hosts in network namespaces need root"
-    if absent := [
-        name for name in ("ip", "tc", "unshare", "nsenter") if shutil.which(name) is None
-    ]:
-        return f"hosts in network namespaces need the command {absent[0]}"
+    for name in ("ip", "tc", "unshare", "nsenter"):
+        if shutil.which(name) is None:
+            return f"hosts in network namespaces need the command {name}"
     trial = f"lw{os.getpid()}try"
     made = subprocess.run(["ip", "netns", "add", trial], capture_output=True, text=True)
     if made.returncode:
         return f"network namespaces are not permitted: {made.stderr.strip()}"
-    _ip("netns", "del", trial)
+    _run(f"ip netns del {trial}")
     return ""
 
 
@@ -58,33 +57,20 @@ class Hosts:
         self._processes: list[subprocess.Popen[str]] = []
         burst = "256kb" if rate.endswith("gbit") and int(rate[:-4]) > 1 else "64kb"
         try:
-            _ip("netns", "add", self._switch)
-            self._in_switch("link", "add", "name", "switch0", "type", "bridge")
-            self._in_switch("link", "set", "switch0", "up")
+            _run(f"ip netns add {self._switch}")
+            self._in_switch("link add name switch0 type bridge")
+            self._in_switch("link set switch0 up")
             for i, host in enumerate(self.names):
-                _ip("netns", "add", host)
-                self._in_switch(
-                    "link",
-                    "add",
-                    "name",
-                    f"p{i}",
-                    "type",
-                    "veth",
-                    "peer",
-                    "name",
-                    "eth0",
-                    "netns",
-                    host,
-                )
-                self._in_switch("link", "set", f"p{i}", "master", "switch0")
-                ends = ((self._switch, f"p{i}"), (host, "eth0"))
-                _ip("-n", host, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
-                _ip("-n", host, "link", "set", "lo", "up")
-                for space, port in ends:
+                _run(f"ip netns add {host}")
+                self._in_switch(f"link add name p{i} type veth peer name eth0 netns {host}")
+                self._in_switch(f"link set p{i} master switch0")
+                _run(f"ip -n {host} addr add {self.address(i)}/24 dev eth0")
+                _run(f"ip -n {host} link set lo up")
+                for space, port in ((self._switch, f"p{i}"), (host, "eth0")):
                     # tbf cuts a packet longer than its burst by the CPU; each packet costs a timer
-                    _ip("-n", space, "link", "set", port, "gso_max_size", "60000", "up")
-                    _run("tc", "-n", space, "qdisc", "add", "dev", port, "root", "tbf",
-                         "rate", rate, "burst", burst, "latency", "200ms")  # fmt: skip
+                    _run(f"ip -n {space} link set {port} gso_max_size 60000 up")
+                    shaped = f"rate {rate} burst {burst} latency 200ms"
+                    _run(f"tc -n {space} qdisc add dev {port} root tbf {shaped}")
                 self._inits.append(self._set_up(i))
         except BaseException:
             self.close()
@@ -103,15 +89,15 @@ class Hosts:
         (child,) = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
         return int(child)
 
-    def _in_switch(self, *words: str) -> None:
-        _ip("-n", self._switch, *words)
+    def _in_switch(self, words: str) -> None:
+        _run(f"ip -n {self._switch} {words}")
 
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}"
 
     def link(self, host: int, state: str) -> None:
         """Set a host's link "up" or "down"."""
-        self._in_switch("link", "set", f"p{host}", state)
+        self._in_switch(f"link set p{host} {state}")
 
     def start(
         self, host: int, command: Sequence[str], env: dict[str, str] | None = None
@@ -157,14 +143,10 @@ class Hosts:
         self.close()
 
 
-def _ip(*words: str) -> None:
-    _run("ip", *words)
-
-
-def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True)
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")
 
 
 def main(shape: str, rate: str, *words: str) -> int:

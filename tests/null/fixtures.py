@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations, cycle
+from dataclasses import dataclass, field, replace
+from itertools import combinations, cycle, permutations
+from types import SimpleNamespace
+from typing import Any
 
 from linkweave.topology import Topology
 
@@ -367,6 +369,118 @@ NCCL_TESTS = """# nccl-tests all_reduce_perf, 8 GPUs
 #        (B)    (elements)                     (us)  (GB/s)  (GB/s)
    134217728      33554432   float     sum   1818.8   73.80  129.14  2e-07
 """
+
+
+# ---- NVML ---------------------------------------------------------------------------------------
+
+LEVEL = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
+
+
+class DriverError(Exception):
+    """NVML's error: a number in `value`."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(f"error {value}")
+        self.value = value
+
+
+class Driver:
+    """The functions of NVML that a look at the machine needs, over a machine's description.
+
+    Device i of the driver is GPU `order[i]` of the machine. `shut` counts the shutdowns.
+    """
+
+    NVMLError = DriverError
+    NVML_FEATURE_ENABLED = 1
+    NVML_NVLINK_DEVICE_TYPE_GPU, NVML_NVLINK_DEVICE_TYPE_SWITCH = 0, 2
+    NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_NOT_SUPPORTED = 2, 3
+    NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOUND = 9, 12
+    NVML_ERROR_FUNCTION_NOT_FOUND = 13
+
+    def __init__(
+        self, machine: Topology, order: Sequence[int] | None = None, sm: tuple[int, int] = (7, 0),
+        model: str = "Tesla V100-SXM2-16GB", hidden: Sequence[int] = (), **fails: int,
+    ) -> None:  # fmt: skip
+        """`hidden` GPUs are wired, but this process is not given them. A function of NVML that is
+        named in `fails` ends with that error."""
+        self.order = list(machine.gpus if order is None else order)
+        self.seen = [g for g in self.order if g not in hidden]
+        self.sm, self.model, self.hidden = sm, model, set(hidden)
+        plain = replace(machine, links=tuple(k for k in machine.links if k.kind != "nvlink"))
+        self.far = {e: plain.cell(*e) for e in permutations(machine.gpus, 2)}
+        self.remotes = {
+            g: [k.dst for k in machine.links if k.src == g and k.kind == "nvlink"
+                for _ in range(k.count)]
+            for g in machine.gpus
+        }  # fmt: skip
+        self.mig: dict[int, tuple[int, int]] = {}
+        self.off: set[tuple[int, int]] = set()
+        self.fails = fails
+        self.nowhere: str | bytes = ""
+        self.started = self.shut = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("nvml") and (value := self.fails.get(name)) is not None:
+
+            def fail(*_: object) -> None:
+                raise DriverError(value)
+
+            return fail
+        return super().__getattribute__(name)
+
+    def bus(self, gpu: int) -> str:
+        return f"00000000:{0x06 + 0x11 * self.order.index(gpu):02X}:00.0"
+
+    def uuid(self, gpu: int) -> str:
+        return f"GPU-{'abcdefghijklmnop'[gpu]}0{gpu}-11"
+
+    def nvmlInit(self) -> None:
+        self.started += 1
+
+    def nvmlShutdown(self) -> None:
+        self.shut += 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.seen)
+
+    def nvmlDeviceGetHandleByIndex(self, i: int) -> int:
+        return self.seen[i]
+
+    def nvmlDeviceGetCudaComputeCapability(self, gpu: int) -> tuple[int, int]:
+        return self.sm
+
+    def nvmlDeviceGetPciInfo(self, gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(busId=self.bus(gpu))
+
+    def nvmlDeviceGetUUID(self, gpu: int) -> str:
+        return self.uuid(gpu)
+
+    def nvmlDeviceGetName(self, gpu: int) -> bytes:
+        return self.model.encode()  # older bindings give bytes
+
+    def nvmlDeviceGetNvLinkState(self, gpu: int, link: int) -> int:
+        if not self.remotes[gpu]:
+            raise DriverError(self.NVML_ERROR_NOT_SUPPORTED)
+        if link >= len(self.remotes[gpu]):
+            raise DriverError(self.NVML_ERROR_INVALID_ARGUMENT)
+        return 0 if (gpu, link) in self.off else 1
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, gpu: int, link: int) -> int:
+        return 2 if isinstance(self.remotes[gpu][link], str) else 0
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: int, link: int) -> SimpleNamespace:
+        remote = self.remotes[gpu][link]
+        if isinstance(remote, str):
+            return SimpleNamespace(busId="00000000:C0:00.0")
+        return SimpleNamespace(busId=self.nowhere if remote in self.hidden else self.bus(remote))
+
+    def nvmlDeviceGetMigMode(self, gpu: int) -> tuple[int, int]:
+        if gpu not in self.mig:
+            raise DriverError(self.NVML_ERROR_NOT_SUPPORTED)
+        return self.mig[gpu]
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: int, two: int) -> int:
+        return LEVEL[self.far[one, two]]
 
 
 # ---- the same facts of a topology that was read --------------------------------------------------

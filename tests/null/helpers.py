@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
+from linkweave.bench.command.cli import app
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms.direct import two_shot
 from linkweave.collectives.planning.algorithms.embed import Embedding
@@ -15,12 +20,14 @@ from linkweave.collectives.planning.algorithms.over_trees import (
     over_trees,
     reduce_up,
 )
+from linkweave.collectives.planning.algorithms.registry import algorithm_for
 from linkweave.collectives.planning.algorithms.rings import ring
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.lower import Algorithm, Move, Reduce, Tuning, lower
 from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
 from linkweave.collectives.planning.verify import verify
 from linkweave.topology import Link, Topology, Vertex, load
+from tests.null.executor import is_right
 
 GB = 10**9
 Ends = tuple[Vertex, Vertex]
@@ -28,8 +35,17 @@ SPECIAL = ("ccube_dgx1", "hierarchical", "hierarchical_ring")
 """Algorithms for one machine, or for clusters only."""
 
 
-def both(a: Vertex, b: Vertex, bandwidth: int = GB, kind: str = "nvlink") -> list[Link]:
-    return [Link(*ends, bandwidth, kind=kind) for ends in ((a, b), (b, a))]
+def linkweave(*words: str) -> str:
+    """What `linkweave WORDS` prints, which must succeed."""
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def both(
+    a: Vertex, b: Vertex, bandwidth: int = GB, count: int = 1, kind: str = "nvlink"
+) -> list[Link]:
+    return [Link(*ends, bandwidth, count, kind=kind) for ends in ((a, b), (b, a))]
 
 
 def renumbered(topology: Topology, to: Sequence[int], name: str = "renumbered") -> Topology:
@@ -40,6 +56,24 @@ def renumbered(topology: Topology, to: Sequence[int], name: str = "renumbered") 
 
     links = tuple(replace(link, src=end(link.src), dst=end(link.dst)) for link in topology.links)
     return Topology(name, topology.gpus, links)
+
+
+def parts_of_dgx1(sizes: Iterable[int] = range(3, 9)) -> list[Topology]:
+    """Any GPUs of the DGX-1V, so many of them, that NVLinks connect."""
+    dgx1 = load("dgx1-v100")
+    some = (dgx1.subset(s) for k in sizes for s in combinations(range(8), k))
+    return [topo for topo in some if all(link.kind == "nvlink" for link in topo.fabric)]
+
+
+def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    """All ways to part the items, the one whole among them."""
+    if not items:
+        yield []
+        return
+    for rest in partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for i, part in enumerate(rest):
+            yield [*rest[:i], [items[0], *part], *rest[i + 1 :]]
 
 
 def random_tree(size: int, rng: random.Random) -> Tree:
@@ -122,6 +156,11 @@ def random_plan(seed: int) -> tuple[Plan, Topology]:
     return lower(algorithm, topology, tuning), topology
 
 
+def lowered(name: str, topology: Topology, num_chunks: int, slots: int = 4) -> Plan:
+    """An all-reduce lowered anew: not one that the planner has verified before."""
+    return lower(algorithm_for(name, topology), topology, Tuning(num_chunks, slots))
+
+
 def caught(plan: Plan, topology: Topology, expand: bool = True) -> bool:
     """Whether `verify` refuses the plan; any exception but PlanError is an error of its own."""
     try:
@@ -129,6 +168,13 @@ def caught(plan: Plan, topology: Topology, expand: bool = True) -> bool:
     except PlanError:
         return True
     return False
+
+
+def check_wrong(plan: Plan, topology: Topology, words: str = ".") -> None:
+    """The literal executor and `verify`, in these words, find something wrong with the plan."""
+    assert not is_right(plan)
+    with pytest.raises(PlanError, match=words):
+        verify(plan, topology)
 
 
 StepId = tuple[int, int, int]
@@ -183,6 +229,17 @@ def guarded(plan: Plan, where: StepId) -> int | None:
         elif step.op in (Op.SEND, Op.REDUCE, Op.COPY) and index in (*step.connections, step.source):
             return later
     raise AssertionError(f"a WAIT that guards nothing: {plan.tracks[s]} step {at}")
+
+
+def missed(plan: Plan, topology: Topology) -> list[tuple[StepId, Step]]:
+    """Steps that `verify` lets a plan lack, and WAITs that it lets stand behind what they guard."""
+    found = []
+    for where, old in all_steps(plan):
+        mutants = [without(plan, where)]
+        if (access := guarded(plan, where)) is not None:
+            mutants.append(swapped(plan, where, access))
+        found += [(where, old) for mutant in mutants if not caught(mutant, topology)]
+    return found
 
 
 # ---- plans written by hand -----------------------------------------------------------------

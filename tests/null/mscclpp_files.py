@@ -26,6 +26,11 @@ def move(name: str, src: Any, dst: Any, kind: str = "memory", **more: Any) -> di
     return made if name in ("copy", "re", "cpkt", "upkt") else {**made, "channel_type": kind}
 
 
+def pipeline(ops: Any, unit: int = 1 << 19, chunks: int = 1) -> dict[str, Any]:
+    context = {"unit_size": unit, "num_chunks": chunks}
+    return {"name": "pipeline", "iter_context": context, "ops": ops}
+
+
 def over(name: str, *channels: int, kind: str = "memory") -> dict[str, Any]:
     return {"name": name, "channel_ids": list(channels), "channel_type": kind}
 
@@ -103,10 +108,7 @@ def loops(size: int = 3) -> Any:
                      {"name": "sem_release", "semaphore_ids": [b]}, NOP]  # fmt: skip
             second = [{"name": "sem_acquire", "semaphore_ids": [b]}, over("wait", 0), NOP,
                       move("copy", at("s", b), at("i", other)), NOP]  # fmt: skip
-            context = {"unit_size": 1 << 19, "num_chunks": 1}
-            both = [
-                {"name": "pipeline", "iter_context": context, "ops": x} for x in (first, second)
-            ]
+            both = [pipeline(x) for x in (first, second)]
             again = size - 1 + b
             blocks.append(block(2 * b, [*meets(0), both[0]], [again, b], [b]))
             blocks.append(block(2 * b + 1, [both[1]], [b]))

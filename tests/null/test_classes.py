@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from linkweave import collectives
 from linkweave.collectives import plan_allreduce, plan_collective
-from linkweave.collectives.planning.algorithms import packing
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.layout import block_table, chunk_bytes
 from linkweave.collectives.planning.planner import candidates, choose, predict, size_class
@@ -83,32 +82,3 @@ def test_uneven_blocks_cover_what_is_sent_and_what_comes(sizes: list[list[int]])
         for first, size in [*sent, *came]:
             taken[first : first + size] += 1
         assert taken.max(initial=0) <= 1 and taken.sum() == total - 2 * own
-
-
-@given(st.data())
-def test_forests_are_as_large_without_trying_hopeless_edges(data: st.DataObject) -> None:
-    """As many edges as Nash-Williams' formula says, none of which closes a circle."""
-    size, count = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 3))
-    ends = st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)).filter(
-        lambda e: e[0] < e[1]
-    )
-    edges = [(a, b, i) for i, (a, b) in enumerate(data.draw(st.lists(ends, max_size=14)))]
-    found = packing.spanning_forests(size, edges, count)
-    for forest in found:
-        seen = list(range(size))
-        for a, b, _ in forest:
-            assert seen[a] != seen[b]
-            seen = [seen[b] if s == seen[a] else s for s in seen]
-    taken = sum(map(len, found))
-    # Nash-Williams: the most is the least of count * (size - parts) + edges between parts
-    assert taken == min(
-        count * (size - len({*part})) + sum(part[a] != part[b] for a, b, _ in edges)
-        for part in partitions(size)
-    )
-
-
-def partitions(size: int) -> list[list[int]]:
-    found: list[list[int]] = [[0]]
-    for _ in range(size - 1):
-        found = [[*part, c] for part in found for c in range(max(part) + 2)]
-    return found

@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from linkweave.topology import Link, Topology, TopologyError, Vertex, bound, load
+from linkweave.topology import Topology, TopologyError, Vertex, bound, load
 from linkweave.topology.clusters import cluster, looks_like_cluster
-
-GB = 10**9
-
-
-def both(a: Vertex, b: Vertex, bandwidth: int, kind: str) -> tuple[Link, Link]:
-    return Link(a, b, bandwidth, kind=kind), Link(b, a, bandwidth, kind=kind)
+from tests.null.helpers import GB, both
 
 
 def neighbours(topology: Topology, vertex: Vertex) -> set[Vertex]:
@@ -98,7 +93,7 @@ def test_where_the_nics_of_a_node_are(machine: str, hosts: list[Vertex], nic: in
 
 
 def test_a_gpu_under_a_cpu_has_its_own_nic() -> None:
-    links = (*both(0, "cpu0", 12 * GB, "host"), *both(1, "cpu0", 12 * GB, "host"))
+    links = (*both(0, "cpu0", 12 * GB, kind="host"), *both(1, "cpu0", 12 * GB, kind="host"))
     topo = cluster(Topology("bare", (0, 1), links), 2)
     assert neighbours(topo, "node1.nic0") == {2, "rail0"}
     assert neighbours(topo, "node1.nic1") == {3, "rail1"}
@@ -165,9 +160,10 @@ def test_a_leaf_for_all_needs_no_spine(leaf: int) -> None:
 
 def told() -> Topology:
     links = (
-        *load("mesh-2").links, *both(0, "switch0", 12 * GB, "pcie"),
-        *both(1, "switch0", 12 * GB, "pcie"), *both("mlx5_0", "switch0", 11 * GB, "network"),
-        *both("mlx5_1", "switch0", 7 * GB, "network"),
+        *load("mesh-2").links, *both(0, "switch0", 12 * GB, kind="pcie"),
+        *both(1, "switch0", 12 * GB, kind="pcie"),
+        *both("mlx5_0", "switch0", 11 * GB, kind="network"),
+        *both("mlx5_1", "switch0", 7 * GB, kind="network"),
     )  # fmt: skip
     return Topology("told", (0, 1), links, ("something was assumed",))
 

@@ -13,6 +13,7 @@ from linkweave.bench.command import compare
 from linkweave.bench.command.cli import app
 from linkweave.bench.command.compare import FASTER, SAME, SLOWER, WRONG, Change, by_key
 from linkweave.collectives import CollectiveError
+from tests.null.helpers import linkweave
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -42,18 +43,22 @@ def test_a_change_beyond_the_noise_counts(after: float, verdict: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "verdict"),
+    ("before", "after", "noise", "verdict"),
     [
-        (timed(9, 11, 15), SAME),
-        (timed(9, 14, 15), SAME),  # its best is below the other's median
-        (timed(11, 12, 15), SAME),  # its median is below the other's worst
-        (timed(11, 14, 15), SLOWER),
-        (timed(5, 6, 7), FASTER),
-        (timed(5, 6, 10.5), SAME),
+        ((8, 10, 13), (9, 11, 15), 0.0, SAME),
+        ((8, 10, 13), (9, 14, 15), 0.0, SAME),  # its best is below the other's median
+        ((8, 10, 13), (11, 12, 15), 0.0, SAME),  # its median is below the other's worst
+        ((8, 10, 13), (11, 14, 15), 0.0, SLOWER),
+        ((8, 10, 13), (5, 6, 7), 0.0, FASTER),
+        ((8, 10, 13), (5, 6, 10.5), 0.0, SAME),
+        ((9.99, 10, 10.01), (10.14, 10.15, 10.16), 0.1, SAME),  # small changes of steady rows
+        ((9.99, 10, 10.01), (10.24, 10.25, 10.26), 0.1, SLOWER),
     ],
 )
-def test_ranges_of_rounds_decide_where_they_are_known(after: dict[str, Any], verdict: str) -> None:
-    _, (change,) = changes([timed(8, 10, 13)], [after], 0.0)
+def test_ranges_of_rounds_decide_where_they_are_known(
+    before: tuple[float, ...], after: tuple[float, ...], noise: float, verdict: str
+) -> None:
+    _, (change,) = changes([timed(*before)], [timed(*after)], noise)
     assert change.verdict == verdict
 
 
@@ -79,13 +84,6 @@ def test_a_recorded_file_equals_itself(name: str) -> None:
     _, found = changes(data["rows"], data["rows"], 0.0)
     assert {change.verdict for change in found} <= {SAME}
     assert found or name.startswith("convergence")
-
-
-def test_small_changes_of_steady_rows_are_noise() -> None:
-    _, (change,) = changes([timed(9.99, 10, 10.01)], [timed(10.14, 10.15, 10.16)], 0.1)
-    assert change.verdict == SAME
-    _, (change,) = changes([timed(9.99, 10, 10.01)], [timed(10.24, 10.25, 10.26)], 0.1)
-    assert change.verdict == SLOWER
 
 
 def test_peers_times_in_our_rows_are_drift() -> None:
@@ -139,7 +137,7 @@ def test_the_command_warns_and_fails(tmp_path: Path) -> None:
     assert "cores: 2 and 4" in done.stderr and "date" not in done.stderr
     assert CliRunner().invoke(app, [*words, "--fail-on-slower"]).exit_code == 1
     assert CliRunner().invoke(app, [*words, "--fail-on-slower", "--noise", "2"]).exit_code == 0
-    told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    told = json.loads(linkweave(*words, "--json"))
     assert told["drift"] == 1.0 and told["changes"][0]["verdict"] == SLOWER
 
 

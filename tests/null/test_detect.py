@@ -7,124 +7,15 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import permutations
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from linkweave.topology import Topology, TopologyError, bound, load
 from linkweave.topology.readers import detect
+from tests.null.fixtures import Driver
 
 find_machine: Callable[..., Topology] = detect.detect
 CORES = len(os.sched_getaffinity(0))
-LEVEL = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
-
-
-class DriverError(Exception):
-    """NVML's error: a number in `value`."""
-
-    def __init__(self, value: int) -> None:
-        super().__init__(f"error {value}")
-        self.value = value
-
-
-class Driver:
-    """The functions of NVML that a look at the machine needs, over a machine's description.
-
-    Device i of the driver is GPU `order[i]` of the machine. `shut` counts the shutdowns.
-    """
-
-    NVMLError = DriverError
-    NVML_FEATURE_ENABLED = 1
-    NVML_NVLINK_DEVICE_TYPE_GPU, NVML_NVLINK_DEVICE_TYPE_SWITCH = 0, 2
-    NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_NOT_SUPPORTED = 2, 3
-    NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOUND = 9, 12
-    NVML_ERROR_FUNCTION_NOT_FOUND = 13
-
-    def __init__(
-        self, machine: Topology, order: Sequence[int] | None = None, sm: tuple[int, int] = (7, 0),
-        model: str = "Tesla V100-SXM2-16GB", hidden: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        """`hidden` GPUs are wired, but this process is not given them."""
-        self.order = list(machine.gpus if order is None else order)
-        self.seen = [g for g in self.order if g not in hidden]
-        self.sm, self.model, self.hidden = sm, model, set(hidden)
-        plain = replace(machine, links=tuple(k for k in machine.links if k.kind != "nvlink"))
-        self.far = {e: plain.cell(*e) for e in permutations(machine.gpus, 2)}
-        self.remotes = {
-            g: [k.dst for k in machine.links if k.src == g and k.kind == "nvlink"
-                for _ in range(k.count)]
-            for g in machine.gpus
-        }  # fmt: skip
-        self.mig: dict[int, tuple[int, int]] = {}
-        self.off: set[tuple[int, int]] = set()
-        self.fails: dict[str, int] = {}
-        self.nowhere: str | bytes = ""
-        self.started = self.shut = 0
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("nvml") and (value := self.fails.get(name)) is not None:
-
-            def fail(*_: object) -> None:
-                raise DriverError(value)
-
-            return fail
-        return super().__getattribute__(name)
-
-    def bus(self, gpu: int) -> str:
-        return f"00000000:{0x06 + 0x11 * self.order.index(gpu):02X}:00.0"
-
-    def uuid(self, gpu: int) -> str:
-        return f"GPU-{'abcdefghijklmnop'[gpu]}0{gpu}-11"
-
-    def nvmlInit(self) -> None:
-        self.started += 1
-
-    def nvmlShutdown(self) -> None:
-        self.shut += 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.seen)
-
-    def nvmlDeviceGetHandleByIndex(self, i: int) -> int:
-        return self.seen[i]
-
-    def nvmlDeviceGetCudaComputeCapability(self, gpu: int) -> tuple[int, int]:
-        return self.sm
-
-    def nvmlDeviceGetPciInfo(self, gpu: int) -> SimpleNamespace:
-        return SimpleNamespace(busId=self.bus(gpu))
-
-    def nvmlDeviceGetUUID(self, gpu: int) -> str:
-        return self.uuid(gpu)
-
-    def nvmlDeviceGetName(self, gpu: int) -> bytes:
-        return self.model.encode()  # older bindings give bytes
-
-    def nvmlDeviceGetNvLinkState(self, gpu: int, link: int) -> int:
-        if not self.remotes[gpu]:
-            raise DriverError(self.NVML_ERROR_NOT_SUPPORTED)
-        if link >= len(self.remotes[gpu]):
-            raise DriverError(self.NVML_ERROR_INVALID_ARGUMENT)
-        return 0 if (gpu, link) in self.off else 1
-
-    def nvmlDeviceGetNvLinkRemoteDeviceType(self, gpu: int, link: int) -> int:
-        return 2 if isinstance(self.remotes[gpu][link], str) else 0
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, gpu: int, link: int) -> SimpleNamespace:
-        remote = self.remotes[gpu][link]
-        if isinstance(remote, str):
-            return SimpleNamespace(busId="00000000:C0:00.0")
-        return SimpleNamespace(busId=self.nowhere if remote in self.hidden else self.bus(remote))
-
-    def nvmlDeviceGetMigMode(self, gpu: int) -> tuple[int, int]:
-        if gpu not in self.mig:
-            raise DriverError(self.NVML_ERROR_NOT_SUPPORTED)
-        return self.mig[gpu]
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, one: int, two: int) -> int:
-        return LEVEL[self.far[one, two]]
 
 
 @pytest.fixture(autouse=True)
@@ -306,36 +197,28 @@ def test_mig_is_told() -> None:
     ]
 
 
-@pytest.mark.parametrize("down", [0, 3])
-def test_counts_that_disagree_are_refused(down: int) -> None:
-    driver = Driver(load("dgx1-v100"))
-    driver.off = {(down, driver.remotes[down].index(3 - down))}
-    with pytest.raises(
-        TopologyError, match=r"NVLinks? from GPU 0 to GPU 3, and of [12] back: is a"
-    ):
+@pytest.mark.parametrize(
+    ("machine", "down", "other", "words"),
+    [("dgx1-v100", 0, 3, r"NVLinks? from GPU 0 to GPU 3, and of [12] back: is a"),
+     ("dgx1-v100", 3, 0, r"NVLinks? from GPU 0 to GPU 3, and of [12] back: is a"),
+     ("dgx1-p100", 0, 4, "GPU"), ("dgx1-p100", 4, 0, "GPU")],
+)  # fmt: skip
+def test_a_link_that_only_one_end_tells_is_refused(
+    machine: str, down: int, other: int, words: str
+) -> None:
+    driver = Driver(load(machine))
+    driver.off = {(down, driver.remotes[down].index(other))}
+    with pytest.raises(TopologyError, match=words):
         find_machine({}, driver)
     assert driver.shut == 1
 
 
-@pytest.mark.parametrize("down", [0, 4])
-def test_a_single_link_that_only_one_end_tells_is_refused(down: int) -> None:
-    driver = Driver(load("dgx1-p100"))
-    driver.off = {(down, driver.remotes[down].index(4 - down))}
-    with pytest.raises(TopologyError, match="GPU"):
-        find_machine({}, driver)
-    assert driver.shut == 1
-
-
-def test_an_old_driver_does_not_know_what_is_remote() -> None:
-    driver = Driver(load("dgx1-v100"))
-    driver.fails = {"nvmlDeviceGetNvLinkRemoteDeviceType": driver.NVML_ERROR_FUNCTION_NOT_FOUND}
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetMigMode"]
+)
+def test_an_old_driver_does_not_know_what_is_remote_nor_mig(function: str) -> None:
+    driver = Driver(load("dgx1-v100"), **{function: Driver.NVML_ERROR_FUNCTION_NOT_FOUND})
     assert found_by(driver).isomorphic_to(load("dgx1-v100")) is not None
-
-
-def test_an_old_driver_knows_no_mig() -> None:
-    driver = Driver(load("dgx1-v100"))
-    driver.fails = {"nvmlDeviceGetMigMode": driver.NVML_ERROR_FUNCTION_NOT_FOUND}
-    assert found_by(driver).gpus == tuple(range(8))
 
 
 @pytest.mark.parametrize(
@@ -344,8 +227,7 @@ def test_an_old_driver_knows_no_mig() -> None:
                  "nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetTopologyCommonAncestor"]
 )  # fmt: skip
 def test_a_driver_that_fails_is_shut_down(function: str) -> None:
-    driver = Driver(load("dgx1-v100"))
-    driver.fails = {function: 999}
+    driver = Driver(load("dgx1-v100"), **{function: 999})
     with pytest.raises(TopologyError, match=r"the GPU driver failed .*: error 999"):
         find_machine({}, driver)
     assert (driver.started, driver.shut) == (1, 1)
@@ -356,8 +238,7 @@ def test_a_driver_that_fails_is_shut_down(function: str) -> None:
 
 @pytest.mark.parametrize("value", [9, 12])
 def test_without_a_driver_the_cpus(value: int) -> None:
-    driver = Driver(load("mesh-1"))
-    driver.fails = {"nvmlInit": value}
+    driver = Driver(load("mesh-1"), nvmlInit=value)
     topo = find_machine({}, driver)
     assert topo == load(f"cpu-{CORES}")
     assert driver.shut == 0  # never begun
@@ -374,17 +255,15 @@ def test_a_driver_that_should_be_there(
         os.path, "exists",
         lambda p: p == f"/dev/{device}" if str(p).startswith("/dev/nvidia") else there(p),
     )  # fmt: skip
-    driver = Driver(load("mesh-1"))
-    driver.fails = {"nvmlInit": value}
+    driver = Driver(load("mesh-1"), nvmlInit=value)
     with pytest.raises(TopologyError, match=f"does not answer: .*there is /dev/{device}: is the"):
         find_machine({}, driver)
 
 
 def test_a_driver_that_does_not_answer() -> None:
-    driver = Driver(load("mesh-1"))
-    driver.fails = {"nvmlInit": 18}  # of another version than its library
+    """Of another version than its library."""
     with pytest.raises(TopologyError, match=r"the GPU driver does not answer: error 18$"):
-        find_machine({}, driver)
+        find_machine({}, Driver(load("mesh-1"), nvmlInit=18))
 
 
 def test_a_driver_without_gpus() -> None:
@@ -411,9 +290,7 @@ def test_auto_asks_the_installed_binding(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_distances_that_the_driver_does_not_tell_are_noted() -> None:
     """As under WSL 2, and with virtual GPUs."""
-    driver = Driver(load("pcie-4"))
-    driver.fails = {"nvmlDeviceGetTopologyCommonAncestor": 3}
-    found = found_by(driver)
+    found = found_by(Driver(load("pcie-4"), nvmlDeviceGetTopologyCommonAncestor=3))
     assert len(found.gpus) == 4
     assert found.assumptions[0].startswith("the driver does not tell how far apart GPUs are")
 
@@ -422,9 +299,7 @@ def test_distances_that_the_driver_does_not_tell_are_noted() -> None:
     "function", ["nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType"]
 )
 def test_nvlinks_whose_far_end_is_not_told_are_noted(function: str) -> None:
-    driver = Driver(load("dgx1-v100"))
-    driver.fails = {function: 3}  # not supported
-    found = found_by(driver)
+    found = found_by(Driver(load("dgx1-v100"), **{function: Driver.NVML_ERROR_NOT_SUPPORTED}))
     assert not [k for k in found.links if k.kind == "nvlink"]
     told = "6 NVLinks of GPU 0 lead to what the driver does not tell, which is hidden"
     assert any(note.startswith(told) for note in found.assumptions)

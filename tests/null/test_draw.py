@@ -277,3 +277,17 @@ def test_both_machines_of_what_if_are_drawn_alike(
     what_if.draw(both, among, 1 << 20, tmp_path / "both.png")
     assert (tmp_path / "both.png").stat().st_size > 10_000
     assert (seats[0] == seats[1]) == alike
+
+
+@pytest.mark.parametrize(
+    ("gone", "dashed"), [([], 0), ([(0, 3)], 1), ([(0, 3), (3, 0)], 1), ([(0, 3), (5, 6)], 2)]
+)
+def test_links_that_a_machine_lacks_are_dashed(
+    gone: list[tuple[int, int]], dashed: int, tmp_path: Path
+) -> None:
+    whole = load("dgx1-v100")
+    links = tuple(k for k in whole.links if (k.src, k.dst) not in gone)
+    draw(replace(whole, links=links), tmp_path / "one.svg", like=whole)
+    picture = (tmp_path / "one.svg").read_text()
+    assert ("dashed: links that this machine lacks" in texts(picture)) is (dashed > 0)
+    assert picture.count("stroke-dasharray") == dashed + (dashed > 0)  # and in the legend

@@ -10,24 +10,14 @@ import numpy as np
 import pytest
 
 from linkweave.collectives.planning.dataflow import passed_on, pushes
-from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
+from linkweave.collectives.planning.plan import Op, Plan, Step
 from linkweave.collectives.planning.planner import plan_allreduce, plan_collective
 from linkweave.collectives.planning.verify import races, verify
-from linkweave.collectives.runtime.gpu.launch_tables import (
-    FLAGS,
-    HEADER,
-    KEEPS,
-    LENGTH,
-    NUM_OPERANDS,
-    NUM_OUTPUTS,
-    PUSHED,
-    actions,
-    fused,
-    programs,
-)
+from linkweave.collectives.runtime.gpu import launch_tables as tables
+from linkweave.collectives.runtime.gpu.launch_tables import FLAGS, KEEPS, fused
 from linkweave.topology import load
 from tests.null.executor import Executor, why_wrong
-from tests.null.helpers import random_plan
+from tests.null.helpers import by_hand, hop, random_plan, receive, send, step
 
 ALGORITHMS = [
     ("dgx1-v100", name)
@@ -81,8 +71,8 @@ def test_fused_plans_are_proved_and_keep_their_steps(machine: str, algorithm: st
     assert len(passed_on(made)) == len(passed_on(plan))
     found = {
         (s.rank, s.channel, a.move[0]): a.send
-        for s in made.tracks for phase in range(len(s.phases)) for a in actions(made, s, phase)
-        if a.move
+        for s in made.tracks for phase in range(len(s.phases))
+        for a in tables.actions(made, s, phase) if a.move
     }  # fmt: skip
     assert {at for at, send in found.items() if send} == {*passed_on(made)}
     keeping = sum(bool(header[FLAGS] & KEEPS) for header in headers(made))
@@ -93,11 +83,11 @@ def test_fused_plans_are_proved_and_keep_their_steps(machine: str, algorithm: st
 def headers(plan: Plan) -> list[list[int]]:
     """The headers of all actions of the programs."""
     found = []
-    for code in (p.code.tolist() for rank in range(plan.size) for p in programs(plan, rank)):
+    for code in (p.code.tolist() for rank in range(plan.size) for p in tables.programs(plan, rank)):
         at = code[1]
         while at < len(code):
-            found.append(code[at : at + HEADER])
-            at += code[at + LENGTH]
+            found.append(code[at : at + tables.HEADER])
+            at += code[at + tables.LENGTH]
     return found
 
 
@@ -105,8 +95,10 @@ def traffic(plan: Plan, direct: bool) -> Fraction:
     """Bytes that the GPUs read and write for each byte of the message, as the programs say."""
     chunks = 0
     for header in headers(plan):
-        operands, outputs, flags = (header[i] for i in (NUM_OPERANDS, NUM_OUTPUTS, FLAGS))
-        outputs -= bool(direct and flags & PUSHED and flags & KEEPS)
+        operands, outputs, flags = (
+            header[i] for i in (tables.NUM_OPERANDS, tables.NUM_OUTPUTS, FLAGS)
+        )
+        outputs -= bool(direct and flags & tables.PUSHED and flags & KEEPS)
         chunks += operands + outputs if outputs else 0
     return Fraction(chunks, plan.stride)
 
@@ -140,28 +132,17 @@ def test_random_plans_that_fuse_and_push_give_the_sum() -> None:
 def test_a_chunk_that_is_read_behind_a_push_and_before_its_copy_is_a_race() -> None:
     """A right plan, whose rank 1 sends its own chunk on while what it will copy is there."""
     mesh = load("mesh-3")
+    waits, signals = ([step(op, i) for i in range(6)] for op in (Op.WAIT, Op.SIGNAL))
+    late = [waits[1], *send(2), step(Op.COPY, 1), signals[1]]
+    total = [waits[3], waits[2], step(Op.REDUCE, 3, 2, last=True), signals[3], signals[2]]
+    give = [waits[4], waits[5], step(Op.SEND, 4, 5), signals[4], signals[5]]
+    tracks = {
+        (0, 0): [[*send(3), *receive(Op.REDUCE, 0), *send(1), *receive(Op.COPY, 4)]],
+        (1, 0): [[*send(0), *late, *receive(Op.COPY, 5)]],
+        (2, 0): [[*total, *give]],
+    }
     ends = [(1, 0), (0, 1), (1, 2), (0, 2), (2, 0), (2, 1)]
-
-    def wait(i: int) -> Step:
-        return Step(Op.WAIT, (i,), 0)
-
-    def signal(i: int) -> Step:
-        return Step(Op.SIGNAL, (i,), 0)
-
-    def send(*to: int) -> list[Step]:
-        return [*map(wait, to), Step(Op.SEND, to, 0), *map(signal, to)]
-
-    def copy(i: int) -> list[Step]:
-        return [wait(i), Step(Op.COPY, (i,), 0), signal(i)]
-
-    combine = [wait(0), Step(Op.REDUCE, (0,), 0), signal(0)]
-    late = [wait(1), *send(2), *copy(1)[1:]]
-    total = [wait(3), wait(2), Step(Op.REDUCE, (3, 2), 0, last=True), signal(3), signal(2)]
-    bodies = ([*send(3), *combine, *send(1), *copy(4)], [*send(0), *late, *copy(5)],
-              [*total, *send(4, 5)])  # fmt: skip
-    connections = tuple(Connection(a, 0, b, 0, mesh.hops[a, b]) for a, b in ends)
-    tracks = tuple(Track(rank, 0, (tuple(body),)) for rank, body in enumerate(bodies))
-    plan = Plan("by hand", "allreduce", 3, 1, 1, 1, connections, tracks, exclusive=False)
+    plan = by_hand([hop(a, 0, b) for a, b in ends], tracks, slots=1)
     verify(plan, mesh)
     assert any("reads what was pushed" in words for words in races(plan, pushing=True))
     assert why_wrong(Fused(plan))

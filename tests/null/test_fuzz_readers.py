@@ -1,7 +1,10 @@
-"""Whatever text the readers are given: a machine, or a TopologyError, within a second."""
+"""Whatever text the readers are given: a machine, or a TopologyError, within a second; of foreign
+forms what is in it, or a CollectiveError. What is read of MSCCL++ is written and read again, and
+proved or refused."""
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -9,12 +12,16 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mscclpp_files import FILES
+from test_judge import TAGGED, V100, new, old, written
+from test_nccl_graph import CHAINS, RINGS, dump
 
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.foreign import mscclpp, nccl_graph, nccl_tests, rccl
+from linkweave.collectives.foreign.mscclpp_proof import verify
 from linkweave.topology import Topology, TopologyError, load
 from linkweave.topology.readers.nccl_write import to_nccl_xml
 from tests.null.fixtures import DUMPS, GRAPH_FILE, P2P, SMI, VENDOR_FILES, coloured, listed
-
-LONGEST = 1.0  # seconds for one text; most take a few milliseconds
 
 LINKS = """{"format": "linkweave-links", "version": 1, "machine": "", "together": 5e9, "pairs":
 [{"src": 0, "dst": 1, "bandwidth": 2e10, "latency_us": 1.5}, {"src": 1, "dst": 0, "bandwidth": 1}],
@@ -32,6 +39,36 @@ FORMS: dict[str, Sequence[str]] = {
     "p2p": [P2P],
     "links": [LINKS],
 }
+HALF = load("dgx1-v100").subset(range(4))
+
+
+def plan(text: str) -> None:
+    made = mscclpp.read(text)
+    assert mscclpp.read(made.to_json()) == made
+    verify(made)
+
+
+def graph(text: str) -> None:
+    for one in nccl_graph.read(text).values():
+        one.algorithm(HALF)
+
+
+def trees(text: str) -> None:
+    for make in rccl.read(text).values():
+        make(HALF)
+
+
+def log(text: str) -> None:
+    assert nccl_tests.read(text).rows
+
+
+FOREIGN: dict[str, tuple[Callable[[str], None], Sequence[str]]] = {
+    "mscclpp": (plan, [json.dumps(data) for data in FILES.values()]),
+    "graph": (graph, [dump((0, RINGS), (1, CHAINS)), dump((0, RINGS), nets='<net dev="0"/>')]),
+    "rccl": (trees, ['RCCL_TREES="(0(1(2))(3))|(3(2)(1)(0))"', "NCCL_RINGS='0 1 2 3|3 2 1 0'"]),
+    "nccl-tests": (log, [old(V100), new(V100), TAGGED, written(V100)]),
+}
+TEXTS = {**FORMS, **{form: texts for form, (_, texts) in FOREIGN.items()}}
 WORDS = [
     "", " ", "\t", "\n", "\r\n", "\0", "\x1b[4m", "\u2028", "\ufeff", "\ud800", "é", "٣", "²", "X",
     "GPU0", "GPU7", "GPU99999", "NV1", "NV999", "PIX", "SYS", "SOC", "N/A", "mlx5_0", "MIG 1g",
@@ -70,28 +107,21 @@ def edited(text: str, edits: Sequence[Edit]) -> str:
     return text
 
 
-def attempt(
-    quickly: Callable[[str, str], None], form: str, texts: Sequence[str], examples: int
-) -> None:
-    """Edit the texts so many times, and have them read."""
-
-    @settings(QUICK, max_examples=examples)
-    @given(st.sampled_from(texts), EDITS)
-    def once(text: str, edits: Sequence[Edit]) -> None:
-        quickly(form, edited(text, edits))
-
-    once()
-
-
 def quickly(form: str, text: str) -> None:
-    """Read it in at most LONGEST seconds of this process."""
+    """Read or refuse it in so many seconds of this process; most take a few milliseconds."""
     start = time.process_time()
-    read(form, text)
-    assert time.process_time() - start < LONGEST
+    try:
+        read(form, text)
+    except CollectiveError:
+        assert form in FOREIGN  # other forms end with a TopologyError, see below
+    assert time.process_time() - start < (2.0 if form in FOREIGN else 1.0)
 
 
 def read(form: str, text: str) -> None:
     """Read it; a machine that is made must be sound, and can be written and read again."""
+    if form in FOREIGN:
+        FOREIGN[form][0](text)
+        return
     try:
         made = load("mesh-4", measured="\n" + text) if form in ("p2p", "links") else load(text)
     except TopologyError:
@@ -115,28 +145,38 @@ EDITS = st.lists(
     min_size=1,
     max_size=4,
 )
-QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", TEXTS)
 def test_the_texts_are_read_as_they_are(form: str) -> None:
-    for text in FORMS[form]:
+    for text in TEXTS[form]:
         read(form, text)
+
+
+def test_edits() -> None:
     assert edited("abc\ndef\n", [("replace", 1, 3, "X"), ("duplicate lines", 0, 1, "")]) == (
         "aXdef\naXdef\n"
     )
 
 
 @pytest.mark.parametrize(
-    "examples", [300, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    "slow", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
-@pytest.mark.parametrize("form", FORMS)
-def test_edited_texts_are_read_or_refused(form: str, examples: int) -> None:
-    attempt(quickly, form, FORMS[form], examples)
+@pytest.mark.parametrize("form", TEXTS)
+def test_edited_texts_are_read_or_refused(form: str, slow: bool) -> None:
+    examples = (150, 5_000) if form in FOREIGN else (300, 20_000)
+
+    @settings(QUICK, max_examples=examples[slow])
+    @given(st.sampled_from(TEXTS[form]), EDITS)
+    def once(text: str, edits: Sequence[Edit]) -> None:
+        quickly(form, edited(text, edits))
+
+    once()
 
 
-@QUICK
-@given(st.sampled_from(sorted(FORMS)), st.lists(st.one_of(st.sampled_from(WORDS), st.text())))
+@settings(QUICK, max_examples=600)
+@given(st.sampled_from(sorted(TEXTS)), st.lists(st.one_of(st.sampled_from(WORDS), st.text())))
 def test_random_texts_are_read_or_refused(form: str, words: Sequence[str]) -> None:
     quickly(form, "".join(words))
     quickly(form, "\n".join(words))

@@ -9,12 +9,14 @@ from linkweave.bench.reproduce import clusters
 from linkweave.collectives.errors import PlanError
 from linkweave.collectives.planning.algorithms import hierarchical
 from linkweave.collectives.planning.lower import Tuning, lower
+from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import adopt, plan_allreduce
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.planning.verify import verify
 from linkweave.collectives.runtime.reference import run
-from linkweave.topology import Link, Topology, allreduce_bound, load
+from linkweave.topology import Topology, allreduce_bound, load
 from linkweave.topology.edits import Ends, without_links
+from tests.null.helpers import both
 
 CLUSTERS = [
     "2 x mesh-1", "3 x mesh-2", "5 x mesh-3", "2 x pcie-5 nics=1", "4 x pcie-4", "2 x dgx-a100",
@@ -22,21 +24,29 @@ CLUSTERS = [
 ]  # fmt: skip
 
 
+def check_sums(plan: Plan) -> None:
+    inputs = [np.arange(301) * 1000 + 3**r for r in range(plan.size)]
+    assert all((out == sum(inputs)).all() for out in run(plan, inputs))
+
+
+def across(plan: Plan, per: int) -> set[tuple[int, int]]:
+    """Numbers in their nodes of GPUs that send to other nodes, and of those they send to."""
+    ends = ((c.src, c.dst) for c in plan.connections if not c.local)
+    return {(a % per, b % per) for a, b in ends if a // per != b // per}
+
+
 @pytest.mark.parametrize("spec", CLUSTERS)
 def test_proved_and_summed(spec: str) -> None:
     topo = load(spec)
     plan = plan_allreduce(topo, 1 << 16, "hierarchical", 2 * 2 * len(topo.gpus))
     verify(plan, topo)
-    inputs = [np.arange(301) * 1000 + 3**r for r in range(len(topo.gpus))]
-    assert all((out == sum(inputs)).all() for out in run(plan, inputs))
+    check_sums(plan)
 
 
 def test_between_nodes_only_gpus_of_one_local_rank_talk() -> None:
     topo = load("4 x mesh-3")
     plan = plan_allreduce(topo, 1 << 20, "hierarchical")
-    for c in plan.connections:
-        if not c.local and c.src // 3 != c.dst // 3:
-            assert c.src % 3 == c.dst % 3
+    assert all(a == b for a, b in across(plan, 3))
 
 
 @pytest.mark.parametrize("spec", ["2 x dgx-a100", "16 x mesh-1"])
@@ -88,11 +98,10 @@ def test_a_ring_over_the_nodes_is_proved_and_sums(spec: str) -> None:
     plan = plan_allreduce(topo, 1 << 16, "hierarchical_ring", 2 * size)
     verify(plan, topo)
     assert plan.stride == size  # of each slice one chunk a node
-    inputs = [np.arange(301) * 1000 + 3**r for r in range(size)]
-    assert all((out == sum(inputs)).all() for out in run(plan, inputs))
+    check_sums(plan)
     per = size // nodes
-    across = {(c.src, c.dst) for c in plan.connections if c.src // per != c.dst // per}
-    assert across == {(r, (r + per) % size) for r in range(size)}
+    ends = {(c.src, c.dst) for c in plan.connections if c.src // per != c.dst // per}
+    assert ends == {(r, (r + per) % size) for r in range(size)}
 
 
 @pytest.mark.parametrize(
@@ -121,13 +130,7 @@ def test_a_chunk_has_channels_of_its_own_on_both_ways() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "rings"),
-    [
-        ("4 x mesh-2", 2),
-        ("7 x mesh-1", 3),
-        ("8 x mesh-3", 2),
-        ("11 x mesh-2", 4),
-        ("5 x pcie-4", 2),
-    ],
+    {"4 x mesh-2": 2, "7 x mesh-1": 3, "8 x mesh-3": 2, "11 x mesh-2": 4, "5 x pcie-4": 2}.items(),
 )
 def test_several_rings_are_proved_and_sum(
     spec: str, rings: int, monkeypatch: pytest.MonkeyPatch
@@ -140,10 +143,8 @@ def test_several_rings_are_proved_and_sum(
     per = size // nodes
     assert len(hierarchical._rings([[n] for n in range(nodes)])) == rings
     assert plan.stride == per * -(-nodes // rings)
-    inputs = [np.arange(301) * 1000 + 3**r for r in range(size)]
-    assert all((out == sum(inputs)).all() for out in run(plan, inputs))
-    across = {c.src % per == c.dst % per for c in plan.connections if c.src // per != c.dst // per}
-    assert across == {True}
+    check_sums(plan)
+    assert all(a == b for a, b in across(plan, per))
 
 
 @pytest.mark.parametrize(("nodes", "share"), [(31, 0.96), (32, 0.99), (128, 0.96)])
@@ -158,10 +159,8 @@ def test_gpus_beyond_the_cpus_leave_the_network_to_the_others(name: str) -> None
     """One NIC a node: the four GPUs of the other CPU have no slice."""
     topo = load("3 x dgx1-v100 nics=1")
     plan = plan_allreduce(topo, 1 << 26, name)
-    across = {c.src % 8 for c in plan.connections if not c.local and c.src // 8 != c.dst // 8}
-    assert across == {0, 1, 2, 3}
-    inputs = [np.arange(301) * 1000 + 3**r for r in range(24)]
-    assert all((out == sum(inputs)).all() for out in run(plan, inputs))
+    assert {a for a, _ in across(plan, 8)} == {0, 1, 2, 3}
+    check_sums(plan)
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "hierarchical_ring"])
@@ -171,10 +170,8 @@ def test_gpus_without_a_nic_leave_the_network_to_the_others(name: str, node: int
     whole = load("3 x mesh-2")
     topo = without_links(whole, Ends(2 * node + 1, f"node{node}.nic1", None))
     plan = plan_allreduce(topo, 1 << 20, name)
-    across = {c.src % 2 for c in plan.connections if c.src // 2 != c.dst // 2}
-    assert across == {0}
-    inputs = [np.arange(301) * 1000 + 3**r for r in range(6)]
-    assert all((out == sum(inputs)).all() for out in run(plan, inputs))
+    assert {a for a, _ in across(plan, 2)} == {0}
+    check_sums(plan)
 
 
 @pytest.mark.parametrize("node", [0, 1, 2])
@@ -183,30 +180,26 @@ def test_gpus_that_no_path_connects_leave_a_nic_to_farther_ones(node: int) -> No
     for switch in (0, 1):
         topo = without_links(topo, Ends(f"node{node}.switch{switch}", f"node{node}.cpu0", None))
     plan = plan_allreduce(topo, 1 << 20, "hierarchical_ring")
-    across = {c.src % 8 for c in plan.connections if not c.local and c.src // 8 != c.dst // 8}
-    assert across == {4, 5, 6, 7}
+    assert {a for a, _ in across(plan, 8)} == {4, 5, 6, 7}
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "hierarchical_ring"])
 def test_a_nic_farther_from_its_gpus_than_another_is_used(name: str) -> None:
     ends = [(0, "p0"), (1, "p0"), ("p0", "nic0"), (2, "p1"), (3, "p1"), ("p1", "q"), ("q", "nic1")]
     ends += [("p0", "cpu"), ("cpu", "p1"), ("nic0", "rail0"), ("nic1", "rail1")]
-    links = []
-    for n in (0, 1):
 
-        def there(end: int | str, n: int = n) -> int | str:
-            return (
-                end + 4 * n if isinstance(end, int) else end if "rail" in end else f"node{n}.{end}"
-            )
+    def there(end: int | str, n: int) -> int | str:
+        if isinstance(end, int):
+            return end + 4 * n
+        return end if "rail" in end else f"node{n}.{end}"
 
-        for a, b in ends:
-            kind = "network" if "rail" in str(b) else "host"
-            pair = there(a), there(b)
-            links += [Link(x, y, 10**10, kind=kind) for x, y in (pair, pair[::-1])]
+    links = [
+        k for n in (0, 1) for a, b in ends
+        for k in both(there(a, n), there(b, n), kind="network" if "rail" in str(b) else "host")
+    ]  # fmt: skip
     topo = Topology("two NICs", tuple(range(8)), tuple(links))
     plan = plan_allreduce(topo, 1 << 20, name)
-    across = {c.src % 4 for c in plan.connections if c.src // 4 != c.dst // 4}
-    assert across == {0, 1, 2, 3}
+    assert {a for a, _ in across(plan, 4)} == {0, 1, 2, 3}
 
 
 def test_rings_are_shorter_on_larger_clusters() -> None:
@@ -215,13 +208,8 @@ def test_rings_are_shorter_on_larger_clusters() -> None:
     def lengths(count: int) -> set[int]:
         return {len(ring) for ring in hierarchical._rings([[n] for n in range(count)])}
 
-    assert lengths(16) == {16}
-    assert lengths(17) == {17}
-    assert lengths(34) == {17}
-    assert lengths(20) == {10}
-    assert lengths(29) == {14, 15}
-    assert lengths(128) == {16}
-    assert lengths(256) == {8}
+    wanted = {16: {16}, 17: {17}, 34: {17}, 20: {10}, 29: {14, 15}, 128: {16}, 256: {8}}
+    assert {count: lengths(count) for count in wanted} == wanted
     with pytest.raises(PlanError, match="hierarchical_ring is for at most 256 nodes, not 257"):
         plan_allreduce(load("257 x mesh-2"), 1024, "hierarchical_ring")
 
@@ -232,10 +220,7 @@ def test_inside_a_cube_mesh_node_only_nvlinks_are_used(name: str) -> None:
     topo = load("2 x dgx1-v100")
     plan = plan_allreduce(topo, 1 << 26, name)
     inside = [c for c in plan.connections if not c.local and c.src // 8 == c.dst // 8]
-    kinds = {
-        topo.by_ends[ends].kind for c in inside for ends in zip(c.path, c.path[1:], strict=False)
-    }
-    assert kinds == {"nvlink"}
+    assert {topo.by_ends[ends].kind for c in inside for ends in c.links} == {"nvlink"}
     assert {len(c.path) for c in inside} == {2}
 
 

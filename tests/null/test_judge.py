@@ -14,6 +14,7 @@ from linkweave import topology
 from linkweave.bench.command.cli import app
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.foreign import nccl_tests
+from tests.null.helpers import linkweave
 
 V100 = {
     8: 48.46, 1024: 48.88, 65536: 52.78, 131072: 56.56, 262144: 60.26, 524288: 61.48,
@@ -128,39 +129,33 @@ def test_what_is_wrong_is_told_first() -> None:
     assert unseen.sentences[0] == "results were not checked (-c 0)"
 
 
-def test_logs_that_do_not_fit() -> None:
-    log = nccl_tests.read(old(V100))
-    with pytest.raises(CollectiveError, match="not of as many ranks, by its busbw, but mesh-4"):
-        nccl_tests.judge(log, topology.load("mesh-4"))
+NAMELESS = old(V100, program="my benchmark")
+UNFIT = [
+    (old(V100), "mesh-4", "not of as many ranks, by its busbw, but mesh-4"),
+    (new(V100, ranks=4), "dgx1-v100", "of 4 ranks, but dgx1-v100 has 8"),
+    (new(V100, ranks=1), "mesh-1", "one GPU, on which nothing is sent"),
+    (NAMELESS, "dgx1-v100", "name it with --collective"),
+    *((text, "dgx1-v100", None) for text in ("", "{}", '{"results": 3}', old({}))),
+    (new(V100) + "\n" + old(V100, program="all_gather_perf"), "dgx1-v100",
+     "has several tests, of allgather, allreduce"),
+    (new(V100) + "\n" + new(V100).splitlines()[-4], "dgx1-v100", "several times of"),
+    (new(V100).replace(" time ", " cputime "), "dgx1-v100", r"times of the CPU \(-C\)"),
+    (written(V100).replace("time", "cpu_time"), "dgx1-v100", r"times of the CPU \(-C\)"),
+    (old(V100).rsplit(" ", 6)[0], "dgx1-v100", "was the text cut short"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "machine", "words"), UNFIT, ids=range(len(UNFIT)))
+def test_logs_that_do_not_fit(text: str, machine: str, words: str | None) -> None:
+    with pytest.raises(CollectiveError, match=words):
+        nccl_tests.judge(nccl_tests.read(text), topology.load(machine))
+
+
+def test_a_collective_may_be_named_but_not_another_one() -> None:
+    machine = topology.load("dgx1-v100")
+    assert nccl_tests.judge(nccl_tests.read(NAMELESS), machine, "allreduce").rows
     with pytest.raises(CollectiveError, match="is of allreduce, not of broadcast"):
-        nccl_tests.judge(log, topology.load("dgx1-v100"), "broadcast")
-    nameless = nccl_tests.read(old(V100, program="my benchmark"))
-    with pytest.raises(CollectiveError, match="name it with --collective"):
-        nccl_tests.judge(nameless, topology.load("dgx1-v100"))
-    assert nccl_tests.judge(nameless, topology.load("dgx1-v100"), "allreduce").rows
-    for text in ("", "{}", '{"results": 3}', old({})):
-        with pytest.raises(CollectiveError):
-            nccl_tests.read(text)
-    both = new(V100) + "\n" + old(V100, program="all_gather_perf")
-    with pytest.raises(CollectiveError, match="has several tests, of allgather, allreduce"):
-        nccl_tests.read(both)
-    twice = new(V100) + "\n" + new(V100).splitlines()[-4]
-    with pytest.raises(CollectiveError, match="several times of"):
-        nccl_tests.read(twice)
-    for text in (
-        new(V100).replace(" time ", " cputime "),
-        written(V100).replace("time", "cpu_time"),
-    ):
-        with pytest.raises(CollectiveError, match=r"times of the CPU \(-C\)"):
-            nccl_tests.read(text)
-    with pytest.raises(CollectiveError, match="one GPU, on which nothing is sent"):
-        nccl_tests.judge(nccl_tests.read(new(V100, ranks=1)), topology.load("mesh-1"))
-    with pytest.raises(CollectiveError, match="of 4 ranks, but dgx1-v100 has 8"):
-        log = nccl_tests.read(new(V100, ranks=4))
-        nccl_tests.judge(log, topology.load("dgx1-v100"))
-    short = old(V100).rsplit(" ", 6)[0]
-    with pytest.raises(CollectiveError, match="was the text cut short"):
-        nccl_tests.read(short)
+        nccl_tests.judge(nccl_tests.read(old(V100)), machine, "broadcast")
 
 
 def test_other_collectives() -> None:
@@ -191,8 +186,8 @@ def test_a_tuner_has_the_fastest_way_of_each_size(tmp_path: Path) -> None:
         (tmp_path / name).write_text(new(times))
     runs = [f"tree/ll={tmp_path / 'a'}", f"ring/simple={tmp_path / 'b'}"]
     out = tmp_path / "conf"
-    done = CliRunner().invoke(app, ["nccl-tuner", *runs, "--out", str(out)])
-    assert done.exit_code == 0 and out.read_text() == text
+    linkweave("nccl-tuner", *runs, "--out", str(out))
+    assert out.read_text() == text
     assert CliRunner().invoke(app, ["nccl-tuner", "tree/ll"]).exit_code
 
 
@@ -200,9 +195,7 @@ def test_explain_puts_measured_times_beside_ours(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text(new(V100))
     words = ["plan", "dgx1-v100", "-s", "64M", "--explain", "--measured", str(path)]
-    done = CliRunner().invoke(app, words)
-    said = " ".join(done.stdout.split())
-    assert done.exit_code == 0, done.output
+    said = " ".join(linkweave(*words).split())
     assert "NCCL took 992.7 us, 67.60 GB/s, 78.9% of the bound, and 1.19 times as long" in said
     done = CliRunner().invoke(app, [*words, "--gpus", "0-3"])
     assert done.exit_code and "of 8 ranks" in str(done.exception)
@@ -214,7 +207,6 @@ def test_explain_puts_measured_times_beside_ours(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text(new(V100))
-    done = CliRunner().invoke(app, ["judge", str(path), "--topo", "dgx1-v100"])
-    assert done.exit_code == 0 and "At 128 MiB you reach 86% of what" in done.stdout
-    done = CliRunner().invoke(app, ["judge", str(path), "dgx1-v100", "--json"])
-    assert len(json.loads(done.stdout)["rows"]) == len(V100)
+    assert "At 128 MiB you reach 86% of what" in linkweave("judge", str(path), "-t", "dgx1-v100")
+    told = json.loads(linkweave("judge", str(path), "dgx1-v100", "--json"))
+    assert len(told["rows"]) == len(V100)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from mscclpp_engine import Engine, Wrong
-from mscclpp_files import FILES, NOP, at, block, gpu, meets, move, over, peer, plan, two
+from mscclpp_files import FILES, NOP, at, block, gpu, meets, move, over, peer, pipeline, plan, two
 from typer.testing import CliRunner
 
 from linkweave import collectives, topology
@@ -294,7 +294,7 @@ def port(name: str, *numbers: int) -> dict[str, Any]:
 
 
 ONE = at("i", 0)
-LOOP = {"name": "pipeline", "iter_context": {"unit_size": 1 << 19, "num_chunks": 1}, "ops": [NOP]}
+LOOP = pipeline([NOP])
 UNSAFE: dict[str, tuple[Any, str]] = {
     "a flush, which does nothing": (two("allgather", lambda a, b: [
         port("signal", 0), port("wait", 0), NOP, move("copy", ONE, at("s", 0)), NOP,
@@ -358,13 +358,13 @@ UNSAFE: dict[str, tuple[Any, str]] = {
             move("copy", at("i", rank), at("i", rank)), *one["threadblocks"][0]["ops"][5:]]}]}
         for rank, one in enumerate(FILES["glres"]["gpus"])]}, "race for input"),
     "iterations without end": (plan("allgather", [gpu(0, (1, 1, 0), [block(0, [
-        {**LOOP, "iter_context": {"unit_size": 1 << 20, "num_chunks": 1 << 40}}])], ())]),
+        pipeline([NOP], 1 << 20, 1 << 40)])], ())]),
         "counts 65535 iterations at most"),
     "semaphores without end": (plan("allgather", [{
         **gpu(0, (1, 1, 0), [block(0, [LOOP])], ()), "semaphores": [{"init_value": 10**9}]}]),
         "takes semaphores up to 64"),
-    "units of no ratio": (plan("allgather", [gpu(0, (1, 1, 0), [block(0, [LOOP, {
-        **LOOP, "iter_context": {"unit_size": (1 << 19) + 16, "num_chunks": 1}}])], ())]),
+    "units of no ratio": (plan("allgather", [gpu(0, (1, 1, 0), [block(0, [
+        LOOP, pipeline([NOP], (1 << 19) + 16)])], ())]),
         "are too fine"),
     "fields of another op": (plan("allgather", [gpu(0, (1, 1, 0), [block(0, [
         {**NOP, "barrier_id": 0}])], ())]), "has barrier_id, which is of barrier"),
@@ -400,11 +400,7 @@ def test_pipelines_of_different_units_are_walked_in_parts() -> None:
     def rank(a: int, b: int) -> dict[str, Any]:
         ops = [move("put", ONE, peer(0, 0)), NOP, over("signal", 0)]
         waits = [over("wait", 0), over("wait", 0), NOP, move("copy", at("s", 0), at("o", b))]
-        units = [(1 << 19, ops), (1 << 20, waits)]
-        both = [
-            {"name": "pipeline", "iter_context": {"unit_size": unit, "num_chunks": 1}, "ops": body}
-            for unit, body in units
-        ]  # fmt: skip
+        both = [pipeline(ops), pipeline(waits, 1 << 20)]
         blocks = [block(0, [*meets(1), both[0]], [0, 1], [0]),
                   block(1, [both[1], move("copy", ONE, at("o", a))], [0])]  # fmt: skip
         return gpu(a, (1, 2, 1), blocks, [b, b], "s")
@@ -432,8 +428,7 @@ def test_packets_in_a_pipeline_are_refused() -> None:
     data = copy.deepcopy(FILES["repkt"])
     for one in data["gpus"]:
         ops = one["threadblocks"][0]["ops"]
-        context = {"unit_size": 1 << 19, "num_chunks": 1}
-        one["threadblocks"][0]["ops"] = [{"name": "pipeline", "iter_context": context, "ops": ops}]
+        one["threadblocks"][0]["ops"] = [pipeline(ops)]
     with pytest.raises(PlanError, match="all packets of a chunk in each iteration"):
         proved(data)
 

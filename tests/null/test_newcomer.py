@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from linkweave import collectives, topology
-from linkweave.bench.command import cli
-from linkweave.topology import TopologyError, machines
+from linkweave.topology import machines
+from tests.cpu.commands import command
+from tests.null.helpers import linkweave
+
+WRONG = {
+    "train-trace nosuch.json": "nosuch.json: No such file or directory",
+    "bench compare nosuch.json x.json": "nosuch.json: no such file",
+    "schedule --profile /etc/passwd":
+        "/etc/passwd: a profile in CSV begins with name,nbytes,forward_s,backward_s",
+    "topo '1000000 x dgx-a100'": "1000000 nodes of dgx-a100 with 8 GPUs each",
+    "bench topk -m 99999999999999": "not enough memory",
+    "simulate dgx2 -s 1M --root 99": "root must be",
+    "simulate dgx2": "Missing option '--size'",
+    "view mesh-3 --batch 3": "belong to --train MODEL",
+    "view mesh-3 --train nosuch": "--tflops",
+    "view mesh-3 -o page.txt": "ends in .html",
+    "predict resnet51 dgx2": "unknown model 'resnet51'",
+    "predict resnet50 dgx2 --trace x.json": "--trace needs one policy",
+    "predict resnet50 dgx2 --tflops 0": "--tflops must be a number from 0.001",
+    "reproduce c-cub": "unknown 'c-cub': choose a paper",
+    "reproduce choice --html x.html": "--html is for papers, not for choice",
+    "reproduce c-cube --html x.pdf": "a file that ends in .html, not x.pdf",
+    "reproduce c-cube --html none/x.html": "--html none/x.html: there is no folder none",
+    "what-if dgx1-v100": "name what changes",
+    "what-if dgx1-v100 --to dgx2 --add-link 0-1": "name what changes",
+    "what-if dgx1-v100 --remove-link 2-9": "has no link 2-9",
+    "what-if dgx1-v100 --remove-link 0-3=3": "has 2 links from 0 to 3: cannot remove 3",
+    "what-if dgx1-v100 --add-link 0-9": "has no GPU or switch 9",
+    "what-if dgx1-v100 --add-nic 1": "is one machine: NICs join the nodes",
+    "what-if ring-4 --add-link 0-2 --png a.svg": "a file that ends in .png, not a.svg",
+    "what-if mesh-2 --remove-link 0-1": "from GPU 0",
+    "what-if dgx1-v100 --to dgx2 --gpus 0-3":
+        "--gpus would take GPUs out of the first machine only",
+    "what-if dgx1-v100 --add-link 2-6 --batch 0": "--batch belongs to --model MODEL",
+    "what-if dgx1-v100 --add-link 2-6 --tflops 1": "--tflops belongs to --model MODEL",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["train-trace", "nosuch.json"], "linkweave: nosuch.json: No such file or directory"),
-        (["bench", "compare", "nosuch.json", "x.json"], "linkweave: nosuch.json: no such file"),
-        (["schedule", "--profile", "/etc/passwd"],
-         "linkweave: /etc/passwd: a profile in CSV begins with name,nbytes,forward_s,backward_s"),
-        (["topo", "1000000 x dgx-a100"], "linkweave: 1000000 nodes of dgx-a100 with 8 GPUs each"),
-        (["bench", "topk", "-m", "99999999999999"], "linkweave: not enough memory"),
-    ],
-)  # fmt: skip
-def test_an_error_is_a_line(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["linkweave", *words])
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith(said) and told.count("\n") == 1
+@pytest.mark.parametrize("words", WRONG)
+def test_an_error_is_a_line(words: str, tmp_path: Path) -> None:
+    done = command(*shlex.split(words), cwd=tmp_path)
+    assert done.returncode == 2 and WRONG[words] in done.stderr
+    if "Missing option" not in done.stderr:  # which the parser tells
+        assert done.stderr.startswith("linkweave: ") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     "words", [["-h"], ["topo", "-h"], ["bench", "-h"], ["bench", "topk", "-h"]]
 )
 def test_help_is_short(words: list[str]) -> None:
-    done = CliRunner().invoke(cli.app, words)
-    assert done.exit_code == 0 and done.stdout.lstrip().startswith("Usage: ")
+    assert linkweave(*words).lstrip().startswith("Usage: ")
 
 
 @pytest.mark.parametrize("name", [*machines.CLOUD, "Standard_ND96asr_v4"])
@@ -59,14 +78,6 @@ def test_a_rack_of_72() -> None:
     assert topology.allreduce_bound(rack) == pytest.approx(900e9 * 72 / (2 * 71))
 
 
-@pytest.mark.parametrize(
-    ("model", "sm"), [("rtx5090", 120), ("5090", 120), ("RTX 5080", 120), ("rtx4090", 89),
-                      ("4090", 89), ("RTX3090", 86), ("2080", 75)],
-)  # fmt: skip
-def test_cards_are_known_as_people_write_them(model: str, sm: int) -> None:
-    assert topology.speeds.known_model(model) == sm
-
-
 def test_what_is_assumed_of_nics_is_told() -> None:
     for machine, words in (
         ("dgx-h100", "NICs of 48 GB/s, as a dgx-h100 is sold: nic= tells others"),
@@ -77,8 +88,6 @@ def test_what_is_assumed_of_nics_is_told() -> None:
         assert words in topology.load(f"2 x {machine}").assumptions
     for text in ("2 x dgx-h100 nic=50GB/s", "1 x dgx-h100"):
         assert not any("NICs" in told for told in topology.load(text).assumptions)
-    with pytest.raises(TopologyError, match="from 1 node to 4096 GPUs"):
-        topology.load("1000000 x dgx-a100")
 
 
 def test_another_models_optimizer_is_refused_on_one_rank_too() -> None:
@@ -92,10 +101,12 @@ def test_another_models_optimizer_is_refused_on_one_rank_too() -> None:
 
 @pytest.mark.parametrize(
     ("model", "sm", "rate", "apart"),
-    [("rtx4090", 89, 24, True), ("rtx 5090", 120, 48, True), ("a6000", 86, 24, False),
-     ("RTX 6000 Ada", 89, 24, False), ("v100", 70, 12, False)],
+    [("rtx4090", 89, 24, True), ("4090", 89, 24, True), ("rtx 5090", 120, 48, True),
+     ("rtx5090", 120, 48, True), ("5090", 120, 48, True), ("RTX 5080", 120, 48, True),
+     ("a6000", 86, 24, False), ("RTX3090", 86, 24, False), ("RTX 6000 Ada", 89, 24, False),
+     ("v100", 70, 12, False), ("2080", 75, 12, False)],
 )  # fmt: skip
-def test_cards_on_pcie_are_named(model: str, sm: int, rate: int, apart: bool) -> None:
+def test_cards_are_known_as_people_write_them(model: str, sm: int, rate: int, apart: bool) -> None:
     machine = topology.load("pcie-8", gpu=model)
     assert {device.sm for device in machine.devices} == {sm} and len(machine.devices) == 8
     assert {link.bandwidth for link in machine.links} == {rate * 10**9}
@@ -106,6 +117,12 @@ def test_underlines_that_lost_their_escape_do_no_harm() -> None:
     rows = ["\tGPU0\tGPU1\tCPU Affinity", "GPU0\t X \tNV4\t0-7", "GPU1\tNV4\t X \t0-7"]
     plain = topology.load("\n".join(rows) + "\n")
     assert topology.load("\n".join([f"[4m{rows[0]}[0m", *rows[1:]]) + "\n").links == plain.links
+
+
+def without_torch(code: str) -> subprocess.CompletedProcess[str]:
+    """What a process without torch prints and returns."""
+    words = [sys.executable, "-c", f"{NO_TORCH}\n{code}"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120)
 
 
 NO_TORCH = """
@@ -122,30 +139,25 @@ builtins.__import__ = without
 
 @pytest.mark.parametrize("words", ["train", "gtopk", "convergence", "embedding", "steps"])
 def test_a_command_without_torch_says_what_to_install(words: str) -> None:
-    code = (
-        f"{NO_TORCH}\nsys.argv = ['linkweave', 'bench', {words!r}]\n"
+    done = without_torch(
+        f"sys.argv = ['linkweave', 'bench', {words!r}]\n"
         "from linkweave.bench.command.cli import main\nmain()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert "needs torch" in done.stderr and "pip install torch==2.13.0" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 def test_the_self_test_leaves_torch_out_where_it_is_not() -> None:
-    code = (
-        f"{NO_TORCH}\nimport io\nfrom unittest.mock import patch\n"
+    done = without_torch(
         "from linkweave.bench.command import selftest\n"
         "rows = [*selftest.tests(0)]\n"
         "found = [selftest.in_process(row, 60)['state'] for row in rows if 'torch' in row.name]\n"
         "print(len(rows), found)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == f"6 {['left out: torch is not installed'] * 2}\n", done.stderr
 
 
 def test_a_name_without_torch_says_what_to_install() -> None:
-    code = f"{NO_TORCH}\nimport linkweave\nlinkweave.DataParallel"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    last = done.stderr.splitlines()[-1]
+    last = without_torch("import linkweave\nlinkweave.DataParallel").stderr.splitlines()[-1]
     assert last == "ImportError: linkweave.DataParallel needs torch: pip install torch==2.13.0"

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from mscclpp_engine import Engine
-from typer.testing import CliRunner
 
 from linkweave import topology
 from linkweave.bench.command.cli import app
-from linkweave.collectives import PlanError
+from linkweave.collectives import CollectiveError, PlanError
 from linkweave.collectives.foreign import mscclpp, mscclpp_timing, nvls
 from linkweave.collectives.foreign.mscclpp_proof import verify
 from linkweave.topology import bound, reducing_bound
+from tests.null.helpers import linkweave
 
 PUBLISHED = (273e9, 275e9)
 """algbw of NCCL with NVLS on eight H100: its issue 1455, and 212 of nccl-tests."""
@@ -88,16 +88,12 @@ def test_nine_peers_are_too_many() -> None:
 
 def test_the_commands(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-
-    def run(*words: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, list(words))
-        return done.exit_code, done.output + str(done.exception or "")
-
-    code, said = run("plan", "dgx-h100", "-s", "1G", "--to", "mscclpp", str(path))
-    assert code == 0 and "nvls: auto expects it to be 1.3 times as fast" in " ".join(said.split())
-    assert run("verify", str(path), "--topo", "dgx-h100")[0] == 0
-    code, said = run("plan", "dgx-h100", "-s", "1K", "--to", "mscclpp", str(path))
-    assert code == 0 and "nvls" not in said
-    code, said = run("plan", "dgx-h100", "-s", "1G", "-a", "nvls")
-    assert code and "only MSCCL++ has ops for it" in said
-    assert "by switches, which plans for MSCCL++ use" in run("simulate", "dgx-h100", "-s", "1G")[1]
+    said = linkweave("plan", "dgx-h100", "-s", "1G", "--to", "mscclpp", str(path))
+    assert "nvls: auto expects it to be 1.3 times as fast" in " ".join(said.split())
+    assert linkweave("verify", str(path), "--topo", "dgx-h100")
+    said = linkweave("plan", "dgx-h100", "-s", "1K", "--to", "mscclpp", str(path))
+    assert "nvls" not in said
+    with pytest.raises(CollectiveError, match="only MSCCL"):
+        app(["plan", "dgx-h100", "-s", "1G", "-a", "nvls"], standalone_mode=False)
+    said = linkweave("simulate", "dgx-h100", "-s", "1G")
+    assert "by switches, which plans for MSCCL++ use" in said

@@ -8,14 +8,13 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from linkweave.collectives.planning.algorithms.registry import algorithm_for
 from linkweave.collectives.planning.dataflow import origins
-from linkweave.collectives.planning.lower import Tuning, lower
-from linkweave.collectives.planning.plan import Op, Plan
+from linkweave.collectives.planning.plan import Op
 from linkweave.collectives.planning.planner import choose, plan_allreduce
 from linkweave.collectives.planning.simulate import simulate
 from linkweave.collectives.runtime.reference import Array, run
 from linkweave.topology import load
+from tests.null.helpers import lowered
 
 MACHINES = [*(f"{family}-{n}" for family in ("mesh", "cpu") for n in range(1, 18)), "dgx1-v100"]
 FOLDS: dict[str, Callable[[Array, Array], Array]] = {
@@ -26,15 +25,10 @@ FOLDS: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-def made(machine: str, num_chunks: int) -> Plan:
-    topo = load(machine)
-    return lower(algorithm_for("one_shot", topo), topo, Tuning(num_chunks))
-
-
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_float_sum_is_the_fold_in_the_order_of_ranks(machine: str) -> None:
     """Addition of floats is not associative: any other order has other bits somewhere."""
-    plan = made(machine, 3)
+    plan = lowered("one_shot", load(machine), 3)
     rng = np.random.default_rng(plan.size)
     inputs = [rng.standard_normal(700).astype(np.float32) for _ in range(plan.size)]
     folded = reduce(np.add, inputs).tobytes()
@@ -51,7 +45,7 @@ def test_every_operator_is_the_fold_in_the_order_of_ranks(
     machine: str, op: str, dtype: type
 ) -> None:
     """Of zeros of both signs, min and max keep the one of the lower rank, on all ranks."""
-    plan = made(machine, 2)
+    plan = lowered("one_shot", load(machine), 2)
     rng = np.random.default_rng(plan.size)
     inputs = [rng.choice(np.array([0.0, -0.0, 1.5, -3.25], dtype), 500) for _ in range(plan.size)]
     with np.errstate(over="ignore"):
@@ -61,7 +55,7 @@ def test_every_operator_is_the_fold_in_the_order_of_ranks(
 
 @pytest.mark.parametrize("machine", ["mesh-3", "dgx1-v100"])
 def test_short_floats_are_rounded_once_and_an_average_divides_once(machine: str) -> None:
-    plan = made(machine, 2)
+    plan = lowered("one_shot", load(machine), 2)
     rng = np.random.default_rng(5)
     inputs = [rng.standard_normal(500).astype(np.float16) for _ in range(plan.size)]
     total = reduce(np.add, [x.astype(np.float32) for x in inputs])
@@ -73,7 +67,7 @@ def test_short_floats_are_rounded_once_and_an_average_divides_once(machine: str)
 @pytest.mark.parametrize("machine", ["mesh-1", "mesh-6", "cpu-5", "dgx1-v100"])
 def test_the_own_value_stands_where_its_rank_does(machine: str) -> None:
     """Also where what arrives comes over a detour."""
-    plan = made(machine, 1)
+    plan = lowered("one_shot", load(machine), 1)
     first = origins(plan)
     reduced = []
     for track in plan.tracks:

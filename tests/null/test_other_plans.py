@@ -30,7 +30,7 @@ from linkweave.collectives.planning.verify import verify
 from linkweave.collectives.runtime import reference
 from linkweave.collectives.runtime.reference import Array
 from linkweave.topology import Topology, bound, load
-from tests.null.helpers import all_steps, caught, guarded, swapped, without
+from tests.null.helpers import all_steps, caught, missed
 
 ROOTED = ("broadcast", "reduce")
 PART = "0,3,5,6 of dgx1-v100"
@@ -232,31 +232,16 @@ def small_plans(name: str, collective: str) -> Iterator[tuple[Plan, Topology]]:
 
 @every_collective
 @pytest.mark.parametrize("name", SMALL)
-def test_every_dropped_step_is_caught(name: str, collective: str) -> None:
+def test_every_dropped_step_and_every_late_wait_is_caught(name: str, collective: str) -> None:
     for plan, topo in small_plans(name, collective):
-        missed = [(at, s) for at, s in all_steps(plan) if not caught(without(plan, at), topo)]
-        assert not missed, plan.algorithm
+        assert not missed(plan, topo), plan.algorithm
 
 
 @pytest.mark.parametrize("name", ["ring-5", "ring-6", "ring-7"])
 def test_every_dropped_step_of_detours_is_caught(name: str) -> None:
-    topo = load(name)
-    plan = made(topo, "alltoall", "direct", 1)
+    plan = made(load(name), "alltoall", "direct", 1)
     assert any(s.source is not None for _, s in all_steps(plan))
-    assert not [(at, s) for at, s in all_steps(plan) if not caught(without(plan, at), topo)]
-
-
-@every_collective
-@pytest.mark.parametrize("name", SMALL)
-def test_every_wait_after_what_it_guards_is_caught(name: str, collective: str) -> None:
-    for plan, topo in small_plans(name, collective):
-        missed = [
-            (at, s)
-            for at, s in all_steps(plan)
-            if (access := guarded(plan, at)) is not None
-            and not caught(swapped(plan, at, access), topo)
-        ]
-        assert not missed, plan.algorithm
+    assert not missed(plan, load(name))
 
 
 @every_collective

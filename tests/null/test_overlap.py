@@ -20,23 +20,15 @@ from linkweave.collectives.overlap.policies.bytescheduler import bytescheduler
 from linkweave.collectives.overlap.policies.carlier import best_order
 from linkweave.collectives.overlap.policies.fusion_dp import fusion_dp
 from linkweave.collectives.overlap.policies.mg_wfbp import mg_wfbp
-from linkweave.collectives.overlap.policies.optimal import (
-    EXACT,
-    _by_two_phases,
-    every_fusion,
-    optimal,
-)
-from linkweave.collectives.overlap.policies.us_byte import (
-    First,
-    first_phase,
-    iteration,
-    priorities,
-    us_byte,
-)
-from linkweave.collectives.overlap.policies.wfbp import wfbp
+from linkweave.collectives.overlap.policies.optimal import EXACT, _by_two_phases, every_fusion
+from linkweave.collectives.overlap.policies.us_byte import First, first_phase, iteration, priorities
 from linkweave.collectives.overlap.schedule import jackson
 
 CASES = 500
+
+
+def near(spans: list[tuple[float, float]]) -> tuple[object, ...]:
+    return tuple((pytest.approx(start), pytest.approx(end)) for start, end in spans)
 
 
 def groups_of(schedule: Schedule) -> list[list[int]]:
@@ -44,11 +36,12 @@ def groups_of(schedule: Schedule) -> list[list[int]]:
 
 
 # ---- each policy is its paper's ----------------------------------------------------------------
-def test_wfbp() -> None:
+@pytest.mark.parametrize("policy", ["wfbp", "c-cube"])
+def test_wfbp_and_c_cube(policy: str) -> None:
+    slow = {"wfbp": literal.wfbp, "c-cube": literal.c_cube}[policy]
     for seed in range(CASES):
-        profile, network = case(seed)
-        want = literal.wfbp(profile, network)
-        assert wfbp(profile, network).predicted_seconds == pytest.approx(want, rel=1e-12)
+        found = overlap.plan(*case(seed), policy).predicted_seconds
+        assert found == pytest.approx(slow(*case(seed)), rel=1e-12)
 
 
 def test_mg_wfbp() -> None:
@@ -121,14 +114,14 @@ def test_us_bytes_greedy_raises_what_shortens_the_iteration() -> None:
         raised += after < before
         first = first_phase(profile, network, 1 << 20, made)
         # equation 11 waits for the channel where the timeline waits for gradients only
-        own = us_byte(profile, network, 1 << 20).predicted_seconds
+        own = overlap.plan(profile, network, "us-byte", partition=1 << 20).predicted_seconds
         assert own <= iteration(profile, network, 1 << 20, first) + 1e-12
     assert raised > 5
 
 
 def test_us_bytes_blocks_are_of_4_megabits() -> None:
     profile, network = Profile((Layer("x", 4 << 20, 1e-3, 1e-3),)), Network(1e-3, 1e-9)
-    assert us_byte(profile, network).note.startswith("basic blocks of 500000 bytes")
+    assert overlap.plan(profile, network, "us-byte").note.startswith("basic blocks of 500000 bytes")
 
 
 def test_us_bytes_greedy_is_algorithm_2() -> None:
@@ -153,13 +146,6 @@ def test_theorem_1_sequential_is_the_best_second_phase() -> None:
             for i, layer in enumerate(profile.layers):
                 now = max(now, there[i]) + layer.forward_s
             assert sequential <= now + 1e-12
-
-
-def test_c_cube() -> None:
-    for seed in range(CASES):
-        profile, network = case(seed)
-        found = overlap.plan(profile, network, "c-cube").predicted_seconds
-        assert found == pytest.approx(literal.c_cube(profile, network), rel=1e-12)
 
 
 # ---- exact solvers, against all there are ------------------------------------------------------
@@ -221,7 +207,7 @@ def test_the_optimum_never_loses_and_no_bound_is_above_a_schedule() -> None:
         names = [name for name in overlap.POLICIES if name not in ("optimal", "carlier")]
         made = [overlap.plan(profile, network, name) for name in names]
         if seed % 20 == 0:
-            made.append(optimal(profile, network, 0.1))
+            made.append(overlap.plan(profile, network, "optimal", limit_s=0.1))
             least = min(s.predicted_seconds for s in made)
             assert made[-1].predicted_seconds <= least * (1 + 1e-11)
         rng = random.Random(seed)
@@ -247,7 +233,7 @@ def test_the_optimums_communications_are_one_run_of_a_buffer_each() -> None:
             assert all(one_run(profile, c) for c in made.communications), seed
     profile, network = overlap.model("resnet152"), overlap.network("10GbE", 32)
     assert network.gamma < 2  # so that all is cut for several lanes
-    made = optimal(profile, network, 0.3)
+    made = overlap.plan(profile, network, "optimal", limit_s=0.3)
     assert made.lanes > 1 and all(one_run(profile, c) for c in made.communications)
 
 
@@ -361,10 +347,8 @@ def test_halves_of_an_all_reduce() -> None:
         (REDUCE_SCATTER, [1]), (REDUCE_SCATTER, [0]), (ALL_GATHER, [0]), (ALL_GATHER, [1])
     ]  # fmt: skip
     ends = [(4.0, 6.1), (6.1, 7.4), (7.4, 8.7), (8.7, 10.8)]
-    assert made.timeline.sends == tuple((pytest.approx(a), pytest.approx(b)) for a, b in ends)
-    assert made.timeline.forward == (
-        (pytest.approx(8.7), pytest.approx(9.7)), (pytest.approx(10.8), pytest.approx(11.8))
-    )  # fmt: skip
+    assert made.timeline.sends == near(ends)
+    assert made.timeline.forward == near([(8.7, 9.7), (10.8, 11.8)])
     assert made.all_reduces == 2 and "2 all-reduces, whose start-ups take 2000.00" in made.explain()
     assert Schedule.from_json(made.to_json()) == made
 
@@ -381,7 +365,7 @@ def test_halves_on_two_lanes_share_the_network() -> None:
     made = Schedule("mine", profile, Network(1.0, 0.01, 2.0, 8), sends, True)
     # of b's 320 bytes, 120 are left at 4.5 where a's 80 begin; both take 1.6 s, b 0.4 more
     ends = [(2.0, 6.5), (4.0, 6.1), (6.1, 7.4), (7.4, 11.1)]
-    assert made.timeline.sends == tuple((pytest.approx(x), pytest.approx(y)) for x, y in ends)
+    assert made.timeline.sends == near(ends)
 
 
 # ---- simple cases --------------------------------------------------------------------------------

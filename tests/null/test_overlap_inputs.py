@@ -78,9 +78,29 @@ HEAD = "name,nbytes,forward_s,backward_s\n"
 LAYERS = '"layers": [{"name": "x", "nbytes": 4, "forward_s": %s, "backward_s": 1}]'
 
 
+SPECS = [
+    ("fast", "network 'fast' is neither a file nor a preset; presets are 10GbE, 10GbE-mgwfbp"),
+    ("x" * 5000, "is neither a file nor a preset"),
+    ("a=2ms", "network 'a=2ms' has no b; it is like a=2ms,b=1.1ns"),
+    ("b=2ns", "network 'b=2ns' has no a"),
+    ("a=2ms,b=1ns,c=3", "unknown 'c'; known are a, b, gamma, workers"),
+    ("a=2ms,b=1ns,", "unknown ''; known are a, b, gamma, workers"),
+    ("a=2ms,b=1ns,a=3ms", "a is given twice"),
+    ("a=2,b=1ns", "a must be a time such as 2ms, in s, ms, us or ns, not '2'"),
+    ("a=2ms,b=1.1GB/s", "b must be a time per byte such as 1.1ns, in s, ms, us or ns"),
+    ("a=-2ms,b=1ns", "a must be a time such as 2ms, in s, ms, us or ns, not '-2ms'"),
+    ("a=9999999999s,b=1ns", "startup_s must be a number from 0 to 1e+09, not 9999999999.0"),
+    ("a=2ms,b=1ns,gamma=x", "gamma must be a number, not 'x'"),
+    ("a=2ms,b=1ns,gamma=nan", "gamma must be a number from 1 to 1e+09, not nan"),
+    ("a=2ms,b=1ns,workers=2.5", "workers must be an integer, not '2.5'"),
+    ("a=2ms,b=1ns,workers=0", "workers must be an integer from 1 to 1000000000, not 0"),
+]
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        *((lambda spec=spec: overlap.network_from(spec), words) for spec, words in SPECS),
         (lambda: Profile(()), "has no layers"),
         (lambda: Layer("x", 0, 1.0, 1.0), "layer 'x': nbytes must be an integer from 1 to"),
         (lambda: Layer("x", 4, -1.0, 1.0), "layer 'x': forward_s must be a number from 0 to 1e+09"),
@@ -172,32 +192,6 @@ def test_a_network_is_read_from_what_users_write(tmp_path: Path) -> None:
     file.write_text(ClusterMap((2, 2, 2, 2), 1e-3, fitted, four).to_json())
     assert overlap.network_from(str(file)) == fitted
     assert overlap.network_from(str(file), 16) == fitted.at(16)
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("fast", "network 'fast' is neither a file nor a preset; presets are 10GbE, 10GbE-mgwfbp"),
-        ("x" * 5000, "is neither a file nor a preset"),
-        ("a=2ms", "network 'a=2ms' has no b; it is like a=2ms,b=1.1ns"),
-        ("b=2ns", "network 'b=2ns' has no a"),
-        ("a=2ms,b=1ns,c=3", "unknown 'c'; known are a, b, gamma, workers"),
-        ("a=2ms,b=1ns,", "unknown ''; known are a, b, gamma, workers"),
-        ("a=2ms,b=1ns,a=3ms", "a is given twice"),
-        ("a=2,b=1ns", "a must be a time such as 2ms, in s, ms, us or ns, not '2'"),
-        ("a=2ms,b=1.1GB/s", "b must be a time per byte such as 1.1ns, in s, ms, us or ns"),
-        ("a=-2ms,b=1ns", "a must be a time such as 2ms, in s, ms, us or ns, not '-2ms'"),
-        ("a=9999999999s,b=1ns", "startup_s must be a number from 0 to 1e+09, not 9999999999.0"),
-        ("a=2ms,b=1ns,gamma=x", "gamma must be a number, not 'x'"),
-        ("a=2ms,b=1ns,gamma=nan", "gamma must be a number from 1 to 1e+09, not nan"),
-        ("a=2ms,b=1ns,workers=2.5", "workers must be an integer, not '2.5'"),
-        ("a=2ms,b=1ns,workers=0", "workers must be an integer from 1 to 1000000000, not 0"),
-    ],
-)
-def test_a_networks_error_names_what_is_wrong(spec: str, words: str) -> None:
-    with pytest.raises(CollectiveError) as caught:
-        overlap.network_from(spec)
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

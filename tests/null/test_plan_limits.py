@@ -107,13 +107,43 @@ def test_text_that_is_no_plan_is_refused(source: str) -> None:
         (("tracks", 0, 2, 0, 0, 1, 0), -1, r"tracks\[0\]\[2\]\[0\]\[0\]\[1\]\[0\] must be an int"),
         (("tracks", 0, 2, 0, 0, 4), 1, "must be one of True, False, not 1"),
         (("detours",), [[0, 1]], r"detours\[0\] must have at least 3 items, not 2"),
+        (("format",), "x", 'needs "format": "linkweave-plan"'),
+        (("version",), 7, "version 7 is unknown; known: 1"),
+        (("tracks",), [[0, 0]], r"must have \d items, not 2"),
+        (("tracks",), [[0, 0, [[["JUMP", [0], 0, None, False, False]]]]],
+         "must be one of SEND, REDUCE, COPY, SIGNAL, WAIT, not 'JUMP'"),
+        (("connections",), [[0, 0]], r"must have \d items, not 2"),
         (("algorithm",), 3, "algorithm must be a string, not 3"),
         (("root",), 3, "root must be an integer from 0 to 2, not 3"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_named(way: tuple, value: object, words: str) -> None:
     with pytest.raises(PlanError, match=f"plan JSON: .*{words}"):
         Plan.from_json(json.dumps(changed(PLANS["one_shot"], way, value)))
+
+
+def test_a_missing_value_and_broken_text_are_named() -> None:
+    good = PLANS["one_shot"]
+    with pytest.raises(PlanError, match="plan JSON: line 1 column 2: "):
+        Plan.from_json("{")
+    for key in good.keys() - {"format", "version"}:
+        with pytest.raises(PlanError, match=f"plan JSON lacks '{key}'"):
+            Plan.from_json(json.dumps({k: v for k, v in good.items() if k != key}))
+
+
+WRONG = [
+    (("connections", 0, 0), 99), (("connections", 0, 0), None), (("connections", 0, 2), "1"),
+    (("tracks", 0, 0), None), (("tracks", 0, 1), []), (("tracks", 0, 2, 0, 0, 1), ["0"]),
+    (("tracks", 0, 2, 0, 0, 1), [1.5]), (("tracks", 0, 2, 0, 0, 1), [99]),
+    (("tracks", 0, 2, 0, 0, 2), None), (("tracks", 0, 2, 0, 0, 2), 0.5),
+    (("tracks", 0, 2, 0, 1, 3), "0"), (("collective",), "allgather"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "value"), WRONG)
+def test_a_plan_read_with_wrong_values_inside_never_passes(way: tuple, value: object) -> None:
+    with pytest.raises(PlanError):
+        verify(Plan.from_json(json.dumps(changed(PLANS["one_shot"], way, value))), load("mesh-3"))
 
 
 @pytest.mark.parametrize("value", [10**5000, -(10**5000), 1 << 64, 10**9, 0, True, 1.0, None, "4"],
@@ -194,3 +224,5 @@ def test_trees_have_a_parent_for_each_rank() -> None:
     plan = Plan.from_json(json.dumps({**data, "trees": [[0]]}))
     with pytest.raises(PlanError, match="a tree of 1 ranks in a plan for 4 ranks"):
         verify(plan, load("ring-4"))
+    with pytest.raises(PlanError, match="one root"):
+        Plan.from_json(json.dumps({**data, "trees": [[1, 0]]}))

@@ -6,26 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from linkweave import topology
-from linkweave.bench.command.cli import app
 from linkweave.bench.command.predict import REACHED, network_of, ranks_of, work_of
 from linkweave.collectives import CollectiveError, overlap
-
-
-def run(words: str) -> str:
-    done = CliRunner().invoke(app, words.split())
-    assert done.exit_code == 0, done.output
-    return done.stdout
+from tests.null.helpers import linkweave
 
 
 def test_a_step_is_that_of_the_planned_network(tmp_path: Path) -> None:
-    out = run(
-        "predict vgg16 --topo dgx1-v100 --batch 8 --policy c-cube --json "
-        f"--png {tmp_path}/g.png --trace {tmp_path}/t.json"
-    )
-    data = json.loads(out)
+    words = "predict vgg16 --topo dgx1-v100 --batch 8 --policy c-cube --json"
+    files = "--png", f"{tmp_path}/g.png", "--trace", f"{tmp_path}/t.json"
+    data = json.loads(linkweave(*words.split(), *files))
     machine = topology.load("dgx1-v100")
     profile = overlap.model_at("vgg16", 8, REACHED * 15.7e12)
     made = overlap.plan(profile, network_of(machine), "c-cube")
@@ -40,7 +31,8 @@ def test_a_step_is_that_of_the_planned_network(tmp_path: Path) -> None:
 
 
 def test_the_text_says_what_is_assumed() -> None:
-    out = run("predict resnet50 dgx1-v100 --batch 32 --policy ddp --ranks 4")
+    words = "predict resnet50 dgx1-v100 --batch 32 --policy ddp --ranks 4"
+    out = linkweave(*words.split())
     assert "6.28 TFLOP/s, 40% of the V100's 15.7 in FP32 (assumed; --tflops sets it)" in out
     assert "resnet50, batch 32" in out and "4 GPUs train" in out
     assert max(map(len, out.splitlines())) <= 100
@@ -68,16 +60,3 @@ def test_ranks_are_the_first_gpus() -> None:
     assert ranks_of(topology.load("dgx1-v100"), 3).gpus == (0, 1, 2)
     with pytest.raises(CollectiveError, match="--ranks must be an integer from 1 to 2, not 3"):
         ranks_of(topology.load("mesh-2"), 3)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("resnet51 dgx2", "unknown model 'resnet51'"),
-        ("resnet50 dgx2 --trace x.json", "--trace needs one policy"),
-        ("resnet50 dgx2 --tflops 0", "--tflops must be a number from 0.001"),
-    ],
-)
-def test_what_does_not_fit_together_is_named(words: str, message: str) -> None:
-    with pytest.raises(CollectiveError, match=message):
-        app(["predict", *words.split()], standalone_mode=False)

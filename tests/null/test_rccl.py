@@ -5,30 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from linkweave import collectives, topology
-from linkweave.bench.command.cli import app
 from linkweave.collectives import PlanError
 from linkweave.collectives.foreign import rccl
+from tests.null.helpers import linkweave
 
 
 def test_trees_are_read() -> None:
     assert rccl.parsed("(4(2(3)(1))(6(5)))") == {4: 4, 2: 4, 3: 2, 1: 2, 6: 4, 5: 6}
     assert rccl.parsed("(0)") == {0: 0}
-    for text in (
-        "",
-        "()",
-        "0",
-        "(0",
-        "(0))",
-        "(0(1)2)",
-        "(0)(1)",
-        "(0(0))",
-        "(a)",
-        "((0))",
-        "(0 1)",
-    ):
+    trees = ("", "()", "0", "(0", "(0))", "(0(1)2)", "(0)(1)", "(0(0))", "(a)", "((0))", "(0 1)")
+    for text in trees:
         with pytest.raises(PlanError):
             rccl.parsed(text)
 
@@ -110,11 +98,8 @@ def test_files_that_rccl_would_not_take() -> None:
 
 def test_the_commands(tmp_path: Path) -> None:
     path = tmp_path / "trees.sh"
-    words = ["plan", "mi250x", "-s", "64M", "-a", "packed_trees", "--to", "rccl", str(path)]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0 and "sets RCCL_TREES" in done.stdout
+    words = ("plan", "mi250x", "-s", "64M", "-a", "packed_trees", "--to", "rccl", str(path))
+    assert "sets RCCL_TREES" in linkweave(*words)
     assert path.read_text().startswith('RCCL_TREES="(')
-    done = CliRunner().invoke(app, ["simulate", "mi250x", "-s", "64M", "--plan", str(path)])
-    assert done.exit_code == 0 and "rccl_trees" in done.stdout
-    done = CliRunner().invoke(app, ["verify", str(path), "--topo", "mi250x"])
-    assert done.exit_code == 0 and "right: " in done.stdout
+    assert "rccl_trees" in linkweave("simulate", "mi250x", "-s", "64M", "--plan", str(path))
+    assert "right: " in linkweave("verify", str(path), "--topo", "mi250x")

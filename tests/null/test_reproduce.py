@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from linkweave import collectives
 from linkweave.bench.command.cli import app
@@ -33,6 +32,7 @@ from linkweave.bench.reproduce.rows import (
     Series,
 )
 from linkweave.collectives import CollectiveError, overlap
+from tests.null.helpers import linkweave
 
 QUICK = {  # parts of a second or two
     "c_cube.communication": c_cube.communication, "c_cube.training": c_cube.training,
@@ -199,18 +199,16 @@ def two_parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_text_json_and_page(two_parts: list[str], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     run = ["reproduce", "c-cube", "--html", str(page)]
-    done = CliRunner().invoke(app, run)
-    assert done.exit_code == 0, done.output
-    assert "needs <watts>" in done.stdout and "1, 3: because" in done.stdout
-    said = " ".join(done.stdout.split())
+    printed = linkweave(*run)
+    assert "needs <watts>" in printed and "1, 3: because" in printed
+    said = " ".join(printed.split())
     assert "4 values of papers: 2 simulated; 2 not reproduced, 50%." in said
     assert "Of 2 that are numbers on both sides, 0 within 10%, 2 within 30%;" in said
-    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert max(map(len, printed.splitlines())) <= 100
     text = page.read_text()
     assert text.count("<svg role") == 2 and "needs &lt;watts&gt;" in text
     assert not re.search(r"(src|href)=.?https?:", text), "the page needs something else"
-    told = CliRunner().invoke(app, [*run[:2], "--json"])
-    rows = json.loads(told.stdout)[0]["rows"]
+    rows = json.loads(linkweave(*run[:2], "--json"))[0]["rows"]
     assert [row["difference"] for row in rows] == ["+25%", ""]
     assert two_parts == ["one", "two"] * 2
 
@@ -252,20 +250,6 @@ def test_measured_rows_name_their_file() -> None:
     assert re.match(r"\d{4}-\d\d-\d\d, AMD EPYC, 2 cores", found.where)
     with pytest.raises(LookupError, match="has no row with"):
         found.row(hook="none")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["c-cub"], "unknown 'c-cub': choose a paper"),
-        (["choice", "--html", "x.html"], "--html is for papers, not for choice"),
-        (["c-cube", "--html", "x.pdf"], "a file that ends in .html, not x.pdf"),
-        (["c-cube", "--html", "none/x.html"], "--html none/x.html: there is no folder none"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(CollectiveError, match=message):
-        app(["reproduce", *words], standalone_mode=False)
 
 
 def test_series_differ_by_colour_or_mark() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, pairwise, permutations, product
+from itertools import pairwise, permutations, product
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from linkweave.collectives.planning.lower import Tuning, lower
 from linkweave.collectives.planning.planner import plan_allreduce
 from linkweave.collectives.planning.verify import verify
 from linkweave.topology import Link, Topology, allreduce_bound, load
+from tests.null.helpers import parts_of_dgx1
 
 ROOT = Path(__file__).parents[2]
 COUNTS = {
@@ -93,9 +94,7 @@ def test_a_nic_alone_and_long_rings() -> None:
     assert len(rings(load("2 x mesh-3"))[0]) == 2
     assert len(rings(load("8 x dgx-h100"))[0]) == 2
     assert len(over_nics(load("8 x dgx-h100"))) == 8
-
-
-def test_an_odd_number_of_nodes_on_rails_has_one_ring() -> None:
+    # an odd number of nodes on rails has one ring
     assert len(rings(load("3 x dgx-h100"))[0]) == 1
 
 
@@ -139,15 +138,8 @@ def most_rings(size: int, links: Mapping[tuple[int, int], int]) -> int:
     return round(-milp(-ones, constraints=limits, integrality=ones).fun)
 
 
-def parts() -> list[Topology]:
-    """Every three or more GPUs of the DGX-1V that NVLinks connect."""
-    dgx1 = load("dgx1-v100")
-    some = (dgx1.subset(s) for k in range(3, 9) for s in combinations(range(8), k))
-    return [topo for topo in some if all(link.kind == "nvlink" for link in topo.fabric)]
-
-
 def test_no_part_of_the_dgx1_has_more() -> None:
-    for topo in parts():
+    for topo in parts_of_dgx1():
         size = len(topo.gpus)
         if size < 8:
             found, detours = rings(topo)
@@ -158,7 +150,7 @@ def test_no_part_of_the_dgx1_has_more() -> None:
 def test_every_connected_part_of_the_dgx1_has_a_right_plan() -> None:
     """Where no ring runs over links alone, one ring takes detours (nccl#301)."""
     with_detours = 0
-    for topo in parts():
+    for topo in parts_of_dgx1():
         size = len(topo.gpus)
         algorithm = algorithm_for("ring", topo)
         found, detours = rings(topo)
@@ -171,7 +163,7 @@ def test_every_connected_part_of_the_dgx1_has_a_right_plan() -> None:
         else:
             assert plan.exclusive
             check_apart(found, size, wires(topo))
-    assert (with_detours, len(parts())) == (104, 181)
+    assert (with_detours, len(parts_of_dgx1())) == (104, 181)
 
 
 def test_each_ring_is_one_track_at_a_rank_and_takes_its_share() -> None:
@@ -187,10 +179,11 @@ def test_each_ring_is_one_track_at_a_rank_and_takes_its_share() -> None:
         assert {chunk % 6 for _, chunk, _ in plan.steps(track)} == {track.channel}
 
 
-CODE = """
+NAMES = ("dgx1-v100", "dgx1-p100", "mesh-6", "mesh-9")
+CODE = f"""
 from linkweave.collectives.planning.algorithms.rings import rings
 from linkweave.topology import load
-print([rings(load(name)) for name in ("dgx1-v100", "dgx1-p100", "mesh-6", "mesh-9")])
+print([rings(load(name)) for name in {NAMES}])
 """
 
 
@@ -203,5 +196,4 @@ def test_rings_are_the_same_in_every_process() -> None:
         ).stdout
         for seed in ("1", "2")
     ]  # fmt: skip
-    names = ("dgx1-v100", "dgx1-p100", "mesh-6", "mesh-9")
-    assert told[0] == told[1] == f"{[rings(load(name)) for name in names]}\n"
+    assert told[0] == told[1] == f"{[rings(load(name)) for name in NAMES]}\n"

@@ -20,11 +20,21 @@ from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, algor
 from linkweave.collectives.planning.lower import Algorithm, Copy, Tuning, lower
 from linkweave.collectives.planning.plan import Op, Plan
 from linkweave.collectives.planning.planner import candidates, plan_allreduce, predict
-from linkweave.collectives.planning.simulate import Pipeline, Timeline, pipeline_of, simulate
+from linkweave.collectives.planning.simulate import Timeline, pipeline_of, simulate
 from linkweave.collectives.planning.verify import verify
 from linkweave.kernels.plan import timeline
 from linkweave.topology import Link, Topology, load
-from tests.null.helpers import SPECIAL, all_steps, by_hand, hop, random_plan, receive, send, without
+from tests.null.helpers import (
+    SPECIAL,
+    all_steps,
+    by_hand,
+    hop,
+    lowered,
+    random_plan,
+    receive,
+    send,
+    without,
+)
 
 CHUNK = 16 * 12_500  # bytes; 8 us over one 25 GB/s link
 ALPHA_S = 5e-6
@@ -33,10 +43,6 @@ STEP_S = ALPHA_S + CHUNK / 25e9  # one chunk step on a named NVLink machine
 
 def exactly(seconds: float) -> object:
     return pytest.approx(seconds, rel=1e-9, abs=0)
-
-
-def made(name: str, topology: Topology, num_chunks: int, slots: int = 4) -> Plan:
-    return lower(algorithm_for(name, topology), topology, Tuning(num_chunks, slots))
 
 
 def unit_steps(topology: Topology) -> Topology:
@@ -74,7 +80,7 @@ def test_trees_take_the_counted_steps(machine: str, name: str) -> None:
         assert d == len(topo.gpus) - 1
     for k in (1, 2, 5, 16):  # chunks of one tree
         steps = 2 * (k + d - 1) if name in ("tree", "double_tree") else k + 2 * d - 1
-        plan = made(name, topo, k * trees)
+        plan = lowered(name, topo, k * trees)
         timeline = simulate(plan, topo, k * trees * CHUNK)
         assert timeline.seconds == exactly(steps * STEP_S)
         assert timeline.algbw == exactly(k * trees * CHUNK / (steps * STEP_S))
@@ -95,7 +101,7 @@ def test_rings_take_twice_all_but_one_steps_a_group(machine: str, rings: int) ->
     wire = topo.fabric[0].bandwidth_each
     for groups in (1, 3):
         chunks = groups * rings * p
-        timeline = simulate(made("ring", topo, chunks), topo, chunks * CHUNK)
+        timeline = simulate(lowered("ring", topo, chunks), topo, chunks * CHUNK)
         assert timeline.seconds == exactly(2 * (p - 1) * groups * (ALPHA_S + CHUNK / wire))
 
 
@@ -108,33 +114,32 @@ def starts(timeline: Timeline, downward: bool) -> list[float]:
 def test_figure_5_of_c_cube() -> None:
     """Four nodes, four chunks: 10 steps, reduced after 5; overlapped 7, going down in the third."""
     topo = unit_steps(load("mesh-4"))
-    conventional = simulate(made("tree", topo, 4), topo, 0)
-    overlapped = simulate(made("overlapped_tree", topo, 4), topo, 0)
+    conventional = simulate(lowered("tree", topo, 4), topo, 0)
+    overlapped = simulate(lowered("overlapped_tree", topo, 4), topo, 0)
     assert (conventional.seconds, overlapped.seconds) == (10, 7)
     assert max(starts(conventional, downward=False)) == 4
     assert min(starts(conventional, downward=True)) == 5
     assert min(starts(overlapped, downward=True)) == 2
     assert conventional.first_chunk_seconds == 7
     assert overlapped.first_chunk_seconds == 4
-    assert simulate(made("tree", topo, 4), load("mesh-4"), 0, alpha_s=1).seconds == 10
+    assert simulate(lowered("tree", topo, 4), load("mesh-4"), 0, alpha_s=1).seconds == 10
     # the same in bytes alone: no latency, a chunk's bytes take one second
     wires = tuple(replace(k, latency_us=0, bandwidth=CHUNK) for k in load("mesh-4").links)
     slow = replace(load("mesh-4"), links=wires)
-    assert simulate(made("tree", topo, 4), slow, 4 * CHUNK).seconds == exactly(10)
-    assert simulate(made("overlapped_tree", topo, 4), slow, 4 * CHUNK).seconds == exactly(7)
+    assert simulate(lowered("tree", topo, 4), slow, 4 * CHUNK).seconds == exactly(10)
+    assert simulate(lowered("overlapped_tree", topo, 4), slow, 4 * CHUNK).seconds == exactly(7)
 
 
 def test_each_rank_has_its_first_chunk_when_the_chain_reaches_it() -> None:
     topo = unit_steps(load("mesh-5"))
-    timeline = simulate(made("chain", topo, 9), topo, 0)
+    timeline = simulate(lowered("chain", topo, 9), topo, 0)
     root = timeline.plan.trees[0].root
     parent = timeline.plan.trees[0].parent
     assert timeline.first_chunk_by_rank[root] == 4
     for rank in range(5):
         if rank != root:
-            assert (
-                timeline.first_chunk_by_rank[rank] == timeline.first_chunk_by_rank[parent[rank]] + 1
-            )
+            above = timeline.first_chunk_by_rank[parent[rank]]
+            assert timeline.first_chunk_by_rank[rank] == above + 1
     assert timeline.first_chunk_seconds == 8
 
 
@@ -163,23 +168,20 @@ MACHINES = ["dgx1-v100", "dgx1-p100", "mesh-2", "mesh-5", "mesh-8", "ring-5", "p
 def test_the_best_number_of_chunks_is_the_best(machine: str) -> None:
     topo = load(machine)
     for name in candidates(topo):
-        plan = made(name, topo, algorithm_for(name, topo).stride)
+        plan = lowered(name, topo, algorithm_for(name, topo).stride)
         shape = pipeline_of(plan, topo)
         for nbytes in (16, 1000, 1 << 16, 1 << 20, 5 << 20):
             best = shape.best_chunks(nbytes)
             assert best % shape.stride == 0
             most = max(shape.stride, min(400, -(-nbytes // 16)))
-            tried = (
-                range(1, most + 1)
-                if plan.exclusive
-                else range(shape.stride, most + 1, shape.stride)
-            )
+            by = 1 if plan.exclusive else shape.stride
+            tried = range(by, most + 1, by)
             least = min(shape.seconds(nbytes, k) for k in tried)
             assert shape.seconds(nbytes, best) <= least * (1 + 1e-12), (name, nbytes, best)
 
 
 def test_no_chunk_is_smaller_than_the_alignment() -> None:
-    shape = pipeline_of(made("chain", load("mesh-4"), 1), load("mesh-4"))
+    shape = pipeline_of(lowered("chain", load("mesh-4"), 1), load("mesh-4"))
     free = replace(shape, alpha_s=0.0)  # where starting is free, as many as there can be
     assert [free.best_chunks(n) for n in (0, 1, 16, 17, 160, 1 << 30)] == [1, 1, 1, 2, 10, 8192]
     assert shape.best_chunks(1 << 20, largest=1 << 16) >= 16
@@ -209,7 +211,7 @@ GPUS = [(0, 1, 4), (0, 1, 2, 4), (0, 1, 3, 7), (0, 1, 2, 3, 7), (0, 2, 4, 5, 7),
 def test_predictions_hold_for_rings_with_detours(gpus: tuple[int, ...]) -> None:
     """A detour can make the steady state alternate: the average over groups counts, not two."""
     topo = load("dgx1-v100").subset(gpus)
-    plan = made("ring", topo, len(gpus))
+    plan = lowered("ring", topo, len(gpus))
     assert plan.detours
     shape = pipeline_of(plan, topo)
     assert shape.fill >= 0
@@ -312,15 +314,23 @@ def bits(line: Timeline) -> Bits:
 
 
 @pytest.fixture
-def both_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan, Topology, int], list[Bits]]:
-    """What the plain and the compiled loop tell of a plan, whatever its length."""
-    compiled = []
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """An entry for each time that the compiled loop is asked for."""
+    asked = []
 
     def compiled_play() -> Callable[..., Any]:
-        compiled.append(True)
+        asked.append(True)
         return timeline.compiled_play()
 
     monkeypatch.setattr(simulator, "compiled_play", compiled_play)
+    return asked
+
+
+@pytest.fixture
+def both_ways(
+    compiled: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Plan, Topology, int], list[Bits]]:
+    """What the plain and the compiled loop tell of a plan, whatever its length."""
 
     def told(plan: Plan, topology: Topology, nbytes: int) -> list[Bits]:
         found = []
@@ -372,7 +382,7 @@ def test_a_simulation_stops_only_behind_its_limit(
 
 def test_a_simulation_stops_where_the_work_left_shows_the_end() -> None:
     topo = load("ring-3")
-    plan = made("ring", topo, 60)
+    plan = lowered("ring", topo, 60)
     seconds = simulate(plan, topo, 60 * CHUNK).seconds
     assert simulator.seconds_within(plan, topo, 60 * CHUNK, 0.5 * seconds) < 0.95 * seconds
 
@@ -404,24 +414,17 @@ def test_both_loops_take_turns_on_one_strand_and_see_a_hang(
     for short in (10**9, -1):
         monkeypatch.setattr(simulator, "_compiled", lambda steps, short=short: steps > short)
         with pytest.raises(PlanError, match="the plan hangs in the simulator; verify"):
-            simulate(without(plan, (s, p, at + 1)), topo, 100)
+            simulate(without(plan, (s, p, at + 1)), topo, 100)  # sent, and nobody told
 
 
 def test_only_long_plans_are_compiled_where_numba_is_not_loaded(
-    monkeypatch: pytest.MonkeyPatch,
+    compiled: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To load it takes longer than a short plan."""
     monkeypatch.delitem(sys.modules, "numba", raising=False)
-    asked = []
-
-    def compiled_play() -> Callable[..., Any]:
-        asked.append(True)
-        return timeline.compiled_play()
-
-    monkeypatch.setattr(simulator, "compiled_play", compiled_play)
     topo = load("mesh-4")
-    simulate(made("ring", topo, 8), topo, 1 << 20)
-    assert not asked
+    simulate(lowered("ring", topo, 8), topo, 1 << 20)
+    assert not compiled
     assert simulator._compiled(10**6)
 
 
@@ -450,7 +453,7 @@ def test_any_number_of_slots_is_right_and_fewer_are_not_faster(name: str) -> Non
     topo = load("mesh-6")
     times = []
     for slots in (1, 2, 3, 8):
-        plan = made(name, topo, 37, slots)
+        plan = lowered(name, topo, 37, slots)
         verify(plan, topo, expand=True)
         times.append(simulate(plan, topo, 37 * CHUNK).seconds)
     if plan.exclusive:
@@ -498,18 +501,11 @@ def test_the_trace_is_chromes(machine: str, tmp_path) -> None:
     carrying = [i for i, c in enumerate(plan.connections) if not c.local]
     assert sorted(rows.values()) == sorted(str(plan.connections[i]) for i in carrying)
     assert len(sends) == len(carrying) * plan.num_chunks / 2
-    assert {(e["tid"], e["args"]["chunk"]) for e in sends} == {
-        (tid, chunk)
-        for tid in rows
-        for chunk in {e["args"]["chunk"] for e in sends if e["tid"] == tid}
-    }
+    assert {e["tid"] for e in sends} <= {*rows}
     for event in sends:
         assert event["ts"] >= 0 and event["dur"] >= 0
-        assert (
-            event["ts"] + event["dur"]
-            <= event["args"]["seen_us"]
-            <= timeline.seconds * 1e6 * (1 + 1e-9)
-        )
+        end, seen = event["ts"] + event["dur"], event["args"]["seen_us"]
+        assert end <= seen <= timeline.seconds * 1e6 * (1 + 1e-9)
     for tid in rows:  # one connection carries one chunk after the other
         spans = sorted((e["ts"], e["dur"]) for e in sends if e["tid"] == tid)
         for (ts, dur), (after, _) in pairwise(spans):
@@ -517,14 +513,9 @@ def test_the_trace_is_chromes(machine: str, tmp_path) -> None:
 
 
 def test_what_cannot_run_is_refused() -> None:
-    plan, topo = random_plan(0)
-    with pytest.raises(PlanError, match="the plan hangs in the simulator; verify"):
-        s, p, at = next(where for where, step in all_steps(plan) if step.op is Op.SEND)
-        simulate(without(plan, (s, p, at + 1)), topo, 100)  # sent, and nobody told
     with pytest.raises(PlanError, match=r"ring-5 has no link \d->\d"):
-        simulate(made("two_shot", load("mesh-5"), 5), load("ring-5"), 100)
+        simulate(lowered("two_shot", load("mesh-5"), 5), load("ring-5"), 100)
 
 
 def test_a_shape_of_nothing_takes_no_time() -> None:
-    assert pipeline_of(made("tree", load("mesh-1"), 1), load("mesh-1")).seconds(1 << 30, 4) == 0
-    assert isinstance(pipeline_of(made("tree", load("mesh-2"), 1), load("mesh-2")), Pipeline)
+    assert pipeline_of(lowered("tree", load("mesh-1"), 1), load("mesh-1")).seconds(1 << 30, 4) == 0

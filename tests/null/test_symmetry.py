@@ -183,8 +183,12 @@ def test_cuts_between_a_root_and_another(name: str) -> None:
 # ---- isomorphisms ----------------------------------------------------------------------------
 
 
+def wires_of(topology: Topology) -> dict[Ends, tuple[str, int, int]]:
+    return {(k.src, k.dst): (k.kind, k.count, k.bandwidth) for k in topology.fabric}
+
+
 def brute_automorphisms(topology: Topology) -> set[tuple[int, ...]]:
-    wires = {(k.src, k.dst): (k.kind, k.count, k.bandwidth) for k in topology.fabric}
+    wires = wires_of(topology)
     return {
         to for to in permutations(topology.gpus)
         if all(wires.get((to[a], to[b])) == w for (a, b), w in wires.items())  # type: ignore[index]
@@ -276,10 +280,6 @@ def test_pairs_alike_do_not_depend_on_the_numbering(name: str) -> None:
 def test_automorphisms_are_lazy() -> None:
     some = list(islice(mappings(load("dgx2"), load("dgx2")), 50))  # of 16!
     assert len({tuple(m.items()) for m in some}) == 50
-
-
-def wires_of(topology: Topology) -> dict[Ends, tuple[str, int, int]]:
-    return {(k.src, k.dst): (k.kind, k.count, k.bandwidth) for k in topology.fabric}
 
 
 @pytest.mark.parametrize("name", ["dgx1-v100", "dgx1-p100", "pcie-9", "ring-9", "mesh-6", "cpu-5"])

@@ -36,18 +36,11 @@ def test_both_trees_span_and_are_binary_and_low(size: int) -> None:
         assert all(len(tree.children(r)) <= 2 for r in range(size))
 
 
-@pytest.mark.parametrize("size", [n for n in SIZES if n % 2 == 0])
-def test_even_sizes_every_rank_is_interior_once(size: int) -> None:
-    first, second = two_trees(size)
-    assert interior(first) ^ interior(second) == set(range(size))
-    assert not interior(first) & interior(second)
-
-
-@pytest.mark.parametrize("size", [n for n in SIZES if n % 2 and n > 1])
-def test_odd_sizes_only_rank_0_is_interior_twice(size: int) -> None:
-    first, second = two_trees(size)
-    assert interior(first) & interior(second) == {0}
-    assert interior(first) | interior(second) == set(range(size))
+@pytest.mark.parametrize("size", [n for n in SIZES if n > 1])
+def test_every_rank_is_interior_once_but_rank_0_of_odd_sizes(size: int) -> None:
+    first, second = map(interior, two_trees(size))
+    assert first & second == ({0} if size % 2 else set())
+    assert first | second == set(range(size))
 
 
 def test_trees_of_eight_are_nccls() -> None:

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from linkweave import collectives, topology
-from linkweave.bench.command.cli import app
 from linkweave.topology import CollectiveError, Link, Topology
 from linkweave.topology.edits import Ends, parse_ends, with_links, with_nics, without_links
+from tests.null.helpers import linkweave
 
 
 def count(machine: Topology, a: int | str, b: int | str) -> tuple[int, int]:
@@ -21,9 +20,7 @@ def count(machine: Topology, a: int | str, b: int | str) -> tuple[int, int]:
 
 
 def told(words: str) -> dict[str, dict[str, object]]:
-    done = CliRunner().invoke(app, ["what-if", *words.split(), "--json"])
-    assert done.exit_code == 0, done.output
-    found: dict[str, dict[str, object]] = json.loads(done.stdout)
+    found: dict[str, dict[str, object]] = json.loads(linkweave("what-if", *words.split(), "--json"))
     return found
 
 
@@ -89,31 +86,9 @@ def test_steps_of_a_model_and_another_machine(tmp_path: Path) -> None:
 
 
 def test_the_text_fits() -> None:
-    done = CliRunner().invoke(app, ["what-if", "ring-4", "--add-link", "0-2", "--size", "64K"])
-    assert done.exit_code == 0, done.output
-    assert "after:  ring-4 with 0-2=1" in done.stdout and "bottleneck after:" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 100
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("dgx1-v100", "name what changes"),
-        ("dgx1-v100 --to dgx2 --add-link 0-1", "name what changes"),
-        ("dgx1-v100 --remove-link 2-9", "has no link 2-9"),
-        ("dgx1-v100 --remove-link 0-3=3", "has 2 links from 0 to 3: cannot remove 3"),
-        ("dgx1-v100 --add-link 0-9", "has no GPU or switch 9"),
-        ("dgx1-v100 --add-nic 1", "is one machine: NICs join the nodes"),
-        ("ring-4 --add-link 0-2 --png a.svg", "a file that ends in .png, not a.svg"),
-        ("mesh-2 --remove-link 0-1", "no links? leads? from GPU 0"),
-        ("dgx1-v100 --to dgx2 --gpus 0-3", "--gpus would take GPUs out of the first machine only"),
-        ("dgx1-v100 --add-link 2-6 --batch 0", "--batch belongs to --model MODEL"),
-        ("dgx1-v100 --add-link 2-6 --tflops 1", "--tflops belongs to --model MODEL"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(words: str, message: str) -> None:
-    with pytest.raises(CollectiveError, match=message):
-        app(["what-if", *words.split()], standalone_mode=False)
+    text = linkweave("what-if", "ring-4", "--add-link", "0-2", "--size", "64K")
+    assert "after:  ring-4 with 0-2=1" in text and "bottleneck after:" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_nics_on_a_gpu_share_its_port() -> None:
@@ -126,18 +101,14 @@ def test_nics_on_a_gpu_share_its_port() -> None:
 
 
 def test_links_of_one_direction() -> None:
-    one_way = Topology("two", (0, 1), (Link(0, 1, 10**10, 2),))
+    """The other direction is like it."""
+    one_way = Topology("two", (0, 1), (Link(0, 1, 10**9, 2, 7.0, "host"),))
     more = with_links(one_way, Ends(0, 1, 3))
     assert {ends: link.count for ends, link in more.by_ends.items()} == {(0, 1): 5, (1, 0): 3}
+    assert more.by_ends[1, 0] == Link(1, 0, 10**9, 3, 7.0, "host")
+    assert with_links(one_way, Ends(0, 1, None)).by_ends[1, 0].count == 1
 
 
 def test_a_negative_number_of_nics_is_refused() -> None:
     with pytest.raises(CollectiveError, match="must be at least 1, not -1"):
         with_nics(topology.load("2 x mesh-2"), -1)
-
-
-def test_the_other_direction_of_a_link_is_like_it() -> None:
-    there = Link(0, 1, 10**9, 1, 7.0, "host")
-    machine = with_links(Topology("one way", (0, 1), (there,)), Ends(0, 1, None))
-    assert machine.by_ends[1, 0] == Link(1, 0, 10**9, 1, 7.0, "host")
-    assert machine.by_ends[0, 1].count == 2
