@@ -184,7 +184,8 @@ def text(before: Outlook, after: Outlook, nbytes: int) -> str:
 
 
 def _pair(one: float, other: float) -> tuple[str, str, str]:
-    change = f"{round(other / one - 1, 3) + 0.0:+.1%}" if one else ""
+    by = round(other / one - 1, 3) if one else 0.0
+    change = (f"{by:+.1%}" if by else "0.0%") if one else ""
     return f"{one:,.1f}", f"{other:,.1f}", change
 
 

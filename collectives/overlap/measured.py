@@ -24,10 +24,11 @@ class MeasuredStep:
 
     def __str__(self) -> str:
         lines = [f"{self.schedule.policy}, ms{'predicted':>22}{'measured':>10}"]
+        update = " and update" * self.schedule.chained
         for name, value in (
             ("step", lambda line: line.seconds),
             ("backward pass", lambda line: _total(line.backward)),
-            ("forward pass and update", lambda line: _total(line.forward)),
+            (f"forward pass{update}", lambda line: _total(line.forward)),
             ("communication nothing hides", _exposed),
             ("optimizer, the loop's own", lambda line: line.exposed_s - _exposed(line)),
         ):

@@ -19,7 +19,7 @@ from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import ALLREDUCE, COLLECTIVES, Root, check
 from linkweave.collectives.planning.plan import Connection, Op, Plan, Step, Track
 from linkweave.topology import Topology, Vertex
-from linkweave.topology.text import ranks
+from linkweave.topology.text import counted, ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +315,8 @@ def _most_shared(connections: Iterable[Connection], topology: Topology) -> str:
     if crowd[worst] <= 1:
         return ""
     a, b = worst
-    return (
-        f"puts {use[worst]} connections on link {a}->{b}, which has {topology.by_ends[worst].count}"
-    )
+    links = counted(topology.by_ends[worst].count, "link")
+    return f"puts {use[worst]} connections on {links} {a}->{b}"
 
 
 _ROUNDING = 1e-9
