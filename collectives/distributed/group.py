@@ -24,7 +24,6 @@ from linkweave.collectives.cluster.gloo import OPS, gloo_group
 from linkweave.collectives.cluster.join import Job, meet
 from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine
 from linkweave.collectives.runtime.diagnose import RAISED
-from linkweave.collectives.runtime.tensors import dtype_name
 from linkweave.collectives.settings import Settings
 from linkweave.kernels.dtypes import DTYPES, ops_of
 
@@ -35,6 +34,10 @@ _NO_RANGE = nullcontext()
 _METHODS = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall",
             "barrier": "allreduce"}  # fmt: skip
 """The communicator's methods, where torch's verbs have other names."""
+_OPS = {hash(each): name for name, each in OPS.items()}
+"""By the number that torch's ReduceOp has as its hash: to look one up by itself takes 2 us."""
+_OPS_OF = {getattr(torch, name): ops_of(name) for name in DTYPES if hasattr(torch, name)}
+"""The ops of each of torch's dtypes."""
 _MESSAGES = "send", "recv", "recv_anysource"
 """Not ordered beside collectives: ranks may make them in different places among these."""
 _WITHOUT_FUTURE = "allgather", "reduce_scatter"
@@ -311,11 +314,16 @@ class Group(_Base):  # type: ignore[misc]
     def _supported(self, kind: str, message: Tensors, others: Sequence[Any] = ()) -> bool:
         """Whether the communicator takes the tensors of a call, and torch and the engine want it
         to; `message` holds those that make up the whole message."""
-        x = message[0]
-        return all(
-            x.layout == torch.strided and dtype_name(x) in DTYPES and x.device.type in self._devices
-            for x in (*message, *others)
-        ) and (not x.is_cuda or self.engine.takes(kind, sum(x.nbytes for x in message)))
+        for x in (*message, *others):
+            if x.layout is not torch.strided or x.dtype not in _OPS_OF:
+                return False
+            if not (
+                (x.is_cpu and "cpu" in self._devices) or (x.is_cuda and "cuda" in self._devices)
+            ):
+                return False
+        if not message[0].is_cuda:
+            return True
+        return self.engine.takes(kind, sum(x.nbytes for x in message))
 
     def _by_nccl(self, x: Any) -> bool:
         """Whether a call of uneven rows goes to NCCL, which needs no exchange on the host: unless
@@ -325,10 +333,10 @@ class Group(_Base):  # type: ignore[misc]
     def _op(self, kind: str, op: Any, message: Tensors, others: Sequence[Any] = ()) -> str:
         """The communicator's name of an op; empty if it does not take these tensors, as
         `_supported`."""
-        name = next((name for name, each in OPS.items() if op == each), "")
-        if not name or not self._supported(kind, message, others):
+        name = _OPS.get(hash(op), "")
+        if name not in _OPS_OF.get(message[0].dtype, ()):
             return ""
-        return name if name in ops_of(dtype_name(message[0])) else ""
+        return name if self._supported(kind, message, others) else ""
 
     @cached_property
     def _devices(self) -> set[str]:
@@ -465,14 +473,18 @@ class GroupWork(dist.Work):
     ) -> None:
         super().__init__()
         self._work, self._result, self._finish = work, result, finish
+        if finish is None:
+            return
         self._lock = threading.Lock()
         if work is None:
             self._finished()
 
     def _finished(self) -> None:
+        if self._finish is None:
+            return
         with self._lock:
             finish, self._finish = self._finish, None
-            if finish:
+            if finish is not None:
                 finish()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
