@@ -19,7 +19,7 @@ from linkweave.bench.timing import rounds_of
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.calls.communicator import get_default
 from linkweave.kernels.atomics import copy_bytes
-from linkweave.kernels.plan.counters import turns
+from linkweave.kernels.plan.turns import turns
 from linkweave.topology import GpuId
 from linkweave.topology.readers.measured import LinkFigures, PairFigure
 
@@ -69,7 +69,7 @@ def _cpu_rank(rank: int, rounds: int) -> tuple[list[PairFigure], float | None]:
     at[0, rank], at[1, rank] = comm.offset_of(buffer), comm.offset_of(words)
     comm.allreduce(at)
     own = comm.address_at(int(at[1, rank]))
-    turns(own, own, True, 0, 1, LOOKS, True)  # compiles it
+    turns(own, own, 0, 0, 0, False, True, 0, 1, LOOKS, True)  # compiles it
     words[:] = 0
 
     def copy_to(dst: int) -> float:
@@ -97,7 +97,7 @@ def _cpu_rank(rank: int, rounds: int) -> tuple[list[PairFigure], float | None]:
             trips = []
             for _ in range(rounds):
                 start = time.perf_counter()
-                turns(mine, theirs, rank == src, base, PINGS, LOOKS, True)
+                turns(mine, theirs, 0, 0, 0, False, rank == src, base, PINGS, LOOKS, True)
                 trips.append((time.perf_counter() - start) / PINGS / 2)
                 base += PINGS
             if rank == src:

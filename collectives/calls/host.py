@@ -61,7 +61,7 @@ log = logging.getLogger("linkweave")
 _KNOWN, _REGIONS, _CHOSEN = 256, 64, 1024
 """How many kinds of calls (the most recently used), plans and choices (the newest) are kept."""
 _MOST_TEXT = 200  # bytes of an error message that the other ranks are sent
-PULL_BYTES = 128 << 10
+PULL_BYTES = 64 << 10
 """Messages of at least so many bytes are read straight from the other ranks' memory, in collectives
 that pull: one copy, and no wait for a slot."""
 _ONE_BLOCK = np.zeros((1, 2), np.int64)

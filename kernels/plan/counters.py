@@ -104,23 +104,3 @@ def add_one(address):
         before = load_acquire(address)
         if exchange_if(address, before, before + 1):
             return before + 1
-
-
-@njit(nogil=True, cache=True)
-def turns(mine, theirs, first, base, rounds, looks, yields):
-    """Raise the flag at `mine` so many `rounds` from `base`, in turns with the one at `theirs`.
-    Returns False if that was not raised in so many `looks` at it; `yields`: the peer may need this
-    core."""
-    for k in range(base + 1, base + rounds + 1):
-        if first:
-            store_release(mine, k)
-        looked = 0
-        while load_acquire(theirs) < k:
-            looked += 1
-            if looked > looks:
-                return False
-            if yields and looked > 1000:
-                sched_yield()
-        if not first:
-            store_release(mine, k)
-    return True

@@ -61,17 +61,21 @@ PUT, NBYTES = 11, 12  # offset in the buffer to which the values at SOURCE are c
 NUM_CHUNKS, STRIDE, UNITS, CHUNK_BYTES = 13, 14, 15, 16
 SLOTS, SLOT_BYTES, ITEM, COMBINE, DIVISOR = 17, 18, 19, 20, 21
 ABORT, BELL, BASE, RANK = 22, 23, 24, 25  # addresses: abort word, own bell, shared memory; the rank
-NONTEMPORAL = 26  # 1: copy with stores that bypass the caches, as it is worth it and cores are far
+NONTEMPORAL = 26  # 1: copy to slots and from them with stores that bypass the caches
 POSTED, FINISHED = 27, 28  # addresses of this rank's counters of calls
 AWAITED = 29  # how many other ranks are known to have posted, or finished
 SLEPT = 30  # 1: the last `call` returned IDLE
 KEEP_FROM, KEEP_TO, KEEP_NBYTES = 31, 32, 33  # offsets: what is copied there from the buffer
 GET, OUT_NBYTES = 34, 35  # offset of the result and its bytes
 PULL = 36  # 1: ranks read each other's inputs, if all can be read, and the plan is not run
-LARGE, FAR = 37, 38  # 1: it is worth it; address of the word that says that cores are far apart
-STATE_FIELDS = 39
+LARGE, PAST = 37, 38  # 1: it may be worth it; address of the word that says whether it is here
+HUGE = 39  # 1: copy to the result with such stores, wherever the cores are
+STATE_FIELDS = 40
 
-WAITERS = 5  # the row of `frame` with the waiters of a gradient queue, before that of its needs
+# Rows of `frame`, each an array of `call`.
+STATE, NOTICE, NOTICES, OTHERS, BELLS, WAITERS, NEEDS, READS, PIDS, CODE = range(10)
+BLOCKS, FLAG, SLOT, ORIGIN, PUSHED, CURSOR, AT, PEERS, TABLE = range(10, 19)
+
 PULLED = 2  # `state[DIRECT]` once all ranks have agreed to read each other's inputs
 HIDDEN, BLIND = -1, -2  # in place of an address: nobody may read the input; we cannot read others'
 _PIECE = 16 << 20  # bytes that are read before this rank looks whether another one has given up
@@ -88,11 +92,11 @@ _MOVED, _LEFT, _ARRIVED = 1, 2, 4  # bits of `_advance`'s result
 
 @njit(inline="always")
 def move(dst, src, nbytes, nontemporal):
-    """Copy between private memory and slots, to cores that share no cache with non-temporal stores.
+    """Copy between private memory and slots, with non-temporal stores where that is sooner.
 
-    The data is not read again by this core, and fetching a cache line from the cache of a far core
-    costs more than from memory: 1 MiB takes a third of the time between two far cores. On cores
-    that share a cache it would take twice as long.
+    The data is not read again by this core, and between cores that share no cache a line may come
+    sooner from memory than from the other's cache: on an EPYC 1 MiB takes a third of the time. On
+    cores that share a cache it would take twice as long.
     """
     if nontemporal:
         head = min(-dst & 63, nbytes)
@@ -116,7 +120,8 @@ def _advance(state, gated, code, blocks, flag, slot, origin, pushed, cursor, at,
     stride, num_chunks = state[STRIDE], state[NUM_CHUNKS]
     direct = state[DIRECT] != 0
     slots = DIRECT_SLOTS if direct else state[SLOTS]
-    nontemporal = state[NONTEMPORAL] != 0 and not direct
+    to_result = state[HUGE] != 0 or (state[NONTEMPORAL] != 0 and not direct)
+    to_peer = to_result if direct else state[NONTEMPORAL] != 0
     parts, per = stride // units, state[CHUNK_BYTES]
     groups = (num_chunks + stride - 1) // stride
     found = 0
@@ -173,9 +178,9 @@ def _advance(state, gated, code, blocks, flag, slot, origin, pushed, cursor, at,
                             if direct:
                                 dst = peers[pushed[d]] + start if pushed[d] >= 0 else done
                             if dst != done:
-                                move(dst, src, size, nontemporal)
+                                move(dst, src, size, to_peer)
                             done = dst
-                        if nontemporal:
+                        if to_peer:
                             fence()  # a release store does not order non-temporal stores
                     else:
                         for j in range(n):
@@ -187,10 +192,8 @@ def _advance(state, gated, code, blocks, flag, slot, origin, pushed, cursor, at,
                             )
                             cursor[d, READ] += 1
                         if op == COPY:
-                            if not direct:
-                                move(own + shift + start, table[0], size, nontemporal)
-                            elif pushed[c] < 0:
-                                copy_bytes(own + shift + start, table[0], size)
+                            if not direct or pushed[c] < 0:
+                                move(own + shift + start, table[0], size, to_result)
                         elif size:
                             divisor = float(state[DIVISOR]) if code[pc + 2] & 1 else 1.0
                             call_combine(
@@ -199,7 +202,7 @@ def _advance(state, gated, code, blocks, flag, slot, origin, pushed, cursor, at,
                             )  # fmt: skip
                         final = op == COPY or (op == REDUCE and code[pc + 2] & 1)
                         if final and state[FINALS]:
-                            if nontemporal:
+                            if to_result:
                                 fence()
                             counter = state[FINALS] + 8 * s
                             store_release(counter, load_acquire(counter) + 1)
@@ -243,7 +246,7 @@ def _pull_all(state, address, notices, reads, pids):
                 return False
             continue
         if src != dst:
-            move(dst, src, nbytes, state[NONTEMPORAL] != 0)
+            move(dst, src, nbytes, state[HUGE] != 0 or state[NONTEMPORAL] != 0)
     return True
 
 
@@ -284,8 +287,7 @@ def call(frame):
     """Make a call, or continue one that returned IDLE: returns DONE, DIFFERS, IDLE, ABORTED or
     UNREADABLE.
 
-    `frame` is `frame_of` (state, notice, notices, others, bells, waiters, needs, reads, pids, code,
-    blocks, flag, slot, origin, pushed, cursor, at, peers, table).
+    `frame` is `frame_of` these arrays, in the order of its rows.
 
     All arrays are int64 except `code` (int32). Agreement: `notice` [words] is this rank's request.
     Its last word is the offset of its buffer in shared memory, or -1; the one before it the address
@@ -313,16 +315,14 @@ def call(frame):
     (rank, offset in its input, offset in our result, bytes); the offset in the notice is then that
     of the input. `pids` [ranks] are the ranks' processes. It ends when all ranks have finished.
     """
-    state, notice, notices, others = (
-        _line(frame, 0), _line(frame, 1), _rows(frame, 2), _rows(frame, 3)
-    )  # fmt: skip
-    bells, waiters, needs, reads = (
-        _line(frame, 4), _line(frame, WAITERS), _rows(frame, WAITERS + 1), _rows(frame, 7)
-    )  # fmt: skip
-    pids, code = _line(frame, 8), carray(pointer(frame[9, 0], np.int32(0)), frame[9, 1])
-    blocks, flag, slot = _rows(frame, 10), _rows(frame, 11), _line(frame, 12)
-    origin, pushed, cursor = _line(frame, 13), _line(frame, 14), _rows(frame, 15)
-    at, peers, table = _rows(frame, 16), _line(frame, 17), _line(frame, 18)
+    state, notice, notices = _line(frame, STATE), _line(frame, NOTICE), _rows(frame, NOTICES)
+    others, bells = _rows(frame, OTHERS), _line(frame, BELLS)
+    waiters, needs = _line(frame, WAITERS), _rows(frame, NEEDS)
+    reads, pids = _rows(frame, READS), _line(frame, PIDS)
+    code = carray(pointer(frame[CODE, 0], np.int32(0)), frame[CODE, 1])
+    blocks, flag, slot = _rows(frame, BLOCKS), _rows(frame, FLAG), _line(frame, SLOT)
+    origin, pushed, cursor = _line(frame, ORIGIN), _line(frame, PUSHED), _rows(frame, CURSOR)
+    at, peers, table = _rows(frame, AT), _line(frame, PEERS), _line(frame, TABLE)
     number, offset = state[NUMBER], notice[notice.size - 1]
     address = notice.size - 2
     if state[STAGE] == POST:
@@ -331,7 +331,7 @@ def call(frame):
         notices[state[RANK], notice.size] = 0
         store_release(state[POSTED], number)
         state[STAGE], state[AWAITED], state[SLEPT] = AGREE, 0, 0
-        state[NONTEMPORAL] = state[LARGE] != 0 and load_acquire(state[FAR]) != 0
+        state[NONTEMPORAL] = state[LARGE] != 0 and load_acquire(state[PAST]) != 0
         at[:] = 0
         state[DIRECT] = state[DIRECT] != 0 and offset >= 0 and not state[PULL]
         if not state[DIRECT] and (not state[PULL] or notice[address] == HIDDEN):

@@ -1,4 +1,4 @@
-"""How far apart the ranks' cores are, and what a call does before all ranks have come to it."""
+"""How blocks pass between the ranks' cores, and what a call does before all ranks have come."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from linkweave import collectives
 from linkweave.collectives import CollectiveTimeout
 from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.runtime.cpu import arena as arenas
-from linkweave.collectives.runtime.cpu import cores
+from linkweave.collectives.runtime.cpu import cores, executor
 from linkweave.collectives.runtime.cpu.executor import NONTEMPORAL_BYTES
 from linkweave.kernels.plan import interpreter
 
@@ -30,11 +30,20 @@ def test_the_round_trip_of_a_flag_is_measured_between_two_cores() -> None:
     assert os.sched_getaffinity(0) == {*CORES}  # this thread's own is as it was
 
 
-def test_a_round_trip_that_cannot_be_measured_is_none() -> None:
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_a_block_takes_longer_than_a_flag() -> None:
+    flag = cores.round_trip_ns(CORES[0], CORES[-1])
+    for past in (False, True):
+        block = cores.pass_s(CORES[0], CORES[-1], past)
+        assert block is None or flag is None or 1e9 * block > flag  # 512 KiB twice in 2 us: no core
+
+
+def test_what_cannot_be_measured_is_none() -> None:
     missing = max(CORES) + 4000
     assert cores.round_trip_ns(CORES[0], CORES[0]) == 0
     assert cores.round_trip_ns(CORES[0], missing) is None
     assert cores.round_trip_ns(missing, CORES[0]) is None
+    assert cores.pass_s(CORES[0], missing, True) is None
 
 
 def test_busy_cores_are_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,17 +68,21 @@ def test_no_thread_can_be_started_at_the_end(monkeypatch: pytest.MonkeyPatch) ->
 def test_cores_of_a_process_that_has_ended_are_not_measured() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    assert cores.far_apart(os.getpid(), gone.pid) is None
+    assert cores.past_caches(os.getpid(), gone.pid) is None
 
 
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 @pytest.mark.parametrize(
-    ("ns", "far"), [(0.0, False), (120.0, False), (349.0, False), (600.0, True), (None, None)]
+    ("through", "past", "sooner"),
+    [(7e-5, 13e-5, False), (9e-5, 4e-5, True), (None, 4e-5, None), (9e-5, None, None)],
 )
-def test_far_cores_are_those_of_a_long_round_trip(
-    monkeypatch: pytest.MonkeyPatch, ns: float | None, far: bool | None
+def test_the_sooner_way_is_taken(
+    monkeypatch: pytest.MonkeyPatch, through: float | None, past: float | None, sooner: bool | None
 ) -> None:
-    monkeypatch.setattr(cores, "round_trip_ns", lambda one, other: ns)
-    assert cores.far_apart(os.getpid(), os.getpid()) is far
+    monkeypatch.setattr(cores, "pass_s", lambda one, other, way: past if way else through)
+    assert cores.past_caches(os.getpid(), os.getpid()) is sooner
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})  # one core has one cache
+    assert cores.past_caches(os.getpid(), os.getpid()) is False
 
 
 TURNS = [(0.0, True), (2.0, True), (9.0, False), (2.0, None), (11.0, False)]
@@ -82,20 +95,20 @@ def test_rank_0_of_the_whole_measures_again_after_ten_seconds(rank: int) -> None
     whole: Any = get_default()
     times, now, answer = 0, whole._arena._measure_at - 1.0, None
 
-    def far_apart(first: int, last: int) -> bool | None:
+    def past_caches(first: int, last: int) -> bool | None:
         nonlocal times
         times += 1
         return answer
 
     arenas.time = type("Clock", (), {"monotonic": lambda: now})  # type: ignore[assignment]
-    arenas.far_apart = far_apart
+    arenas.past_caches = past_caches
     part, found = whole.split(0), []
-    whole._arena.words(arenas.FAR, 1)[0] = 0
-    for seconds, far in TURNS:
-        now, answer = now + seconds, far
+    whole._arena.words(arenas.PAST, 1)[0] = 0
+    for seconds, past in TURNS:
+        now, answer = now + seconds, past
         for _ in range(300):
             part.barrier()
-        found.append((times, int(whole._arena.words(arenas.FAR, 1)[0])))
+        found.append((times, int(whole._arena.words(arenas.PAST, 1)[0])))
         part.barrier()
     if rank == 0:
         assert found == [(0, 0), (1, 1), (1, 1), (2, 1), (3, 0)]
@@ -105,29 +118,32 @@ def test_rank_0_of_the_whole_measures_again_after_ten_seconds(rank: int) -> None
 KINDS = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall")
 
 
-def with_word(rank: int, far: int) -> list[Any]:
-    """Results of messages about the threshold, and whether large ones use non-temporal stores."""
+def about_thresholds(rank: int, past: int, huge: int) -> None:
+    """Check results of messages about the thresholds, and which use non-temporal stores: `past`
+    says whether slots do, and `huge` from how many bytes on all ranks results do."""
     comm: Any = get_default()
-    calls, found = comm._calls, []
+    executor.HUGE_BYTES = huge
+    calls = comm._calls
     comm._arena._measure_at = float("inf")
     for nbytes in (NONTEMPORAL_BYTES - 12 * comm.size, NONTEMPORAL_BYTES + 12 * comm.size, 600_000):
         comm.barrier()
-        comm._arena.words(arenas.FAR, 1)[0] = far
+        comm._arena.words(arenas.PAST, 1)[0] = past
         comm.barrier()
         count = nbytes // 4 // comm.size
         x = (np.arange(count * comm.size) % 101 + rank).astype(np.float32).reshape(comm.size, -1)
         for kind in KINDS:
             given = x[0].copy() if kind == "allgather" else x.copy()
             got = getattr(comm, kind)(given)
-            found.append(given if got is None else got)
+            got = given if got is None else got
             every = np.stack([x - rank + r for r in range(comm.size)])
-            np.testing.assert_array_equal(found[-1], wanted(kind, every, rank), kind)
+            np.testing.assert_array_equal(got, wanted(kind, every, rank), kind)
     for key, ready in calls._known.items():
         whole = ready.staged.nbytes
         wide = key[0] in KINDS and key[1] >= NONTEMPORAL_BYTES
         if whole and key[0] in KINDS:
-            assert ready.state[interpreter.NONTEMPORAL] == (far and wide), key
-    return found
+            assert ready.state[interpreter.NONTEMPORAL] == (past and wide), key
+            copies = key[0] in ("broadcast", "allgather", "alltoall")
+            assert ready.state[interpreter.HUGE] == (copies and comm.size * key[1] >= huge), key
 
 
 def wanted(kind: str, every: np.ndarray, rank: int) -> np.ndarray:
@@ -141,11 +157,9 @@ def wanted(kind: str, every: np.ndarray, rank: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_results_do_not_depend_on_how_far_apart_cores_are(ranks: int) -> None:
-    near, far = (collectives.spawn(with_word, ranks, args=(word,)) for word in (0, 1))
-    for one, other in zip(near, far, strict=True):
-        for a, b in zip(one, other, strict=True):
-            np.testing.assert_array_equal(a, b)
+def test_results_do_not_depend_on_how_blocks_pass(ranks: int) -> None:
+    for past, huge in ((0, 1 << 40), (1, 1 << 40), (0, 600_000 * ranks)):
+        collectives.spawn(about_thresholds, ranks, args=(past, huge))
 
 
 def early(size: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:

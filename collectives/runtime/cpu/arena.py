@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.runtime.cpu.cores import far_apart
+from linkweave.collectives.runtime.cpu.cores import past_caches
 from linkweave.collectives.runtime.cpu.header import (
     ABORT,
     BASE,
     CLOSED,
-    FAR,
     GONE,
     GPU_CALL_WORDS,
     GPU_CALLS,
@@ -33,12 +32,13 @@ from linkweave.collectives.runtime.cpu.header import (
     NOTICE,
     NOTICE_WORDS,
     PAGE,
+    PAST,
     PID,
 )
 from linkweave.collectives.runtime.cpu.mapping import SEGMENT, SEGMENTS, Mapping, pages
 from linkweave.kernels.plan.counters import add_one
 
-MEASURE_EVERY = 10.0  # s between two looks at how far apart the cores are
+MEASURE_EVERY = 10.0  # s between two measurements of how blocks pass between cores
 
 
 class Arena:
@@ -110,9 +110,9 @@ class Arena:
         return self.base + self.start + ABORT
 
     @property
-    def far_address(self) -> int:
-        """The address of a word that is 1 if cores of the ranks share no cache."""
-        return self.base + FAR
+    def past_address(self) -> int:
+        """The address of a word that is 1 if messages pass sooner past the caches."""
+        return self.base + PAST
 
     def measure_cores(self) -> None:
         """Find that out, on rank 0 of the whole for all ranks, which must all have opened the
@@ -122,10 +122,10 @@ class Arena:
         elif self.rank == 0 < self.size - 1 and self._measuring.acquire(blocking=False):
             try:
                 if time.monotonic() >= self._measure_at:
-                    far = far_apart(self.pid(0), self.pid(self.size - 1))
+                    past = past_caches(self.pid(0), self.pid(self.size - 1))
                     self._measure_at = time.monotonic() + MEASURE_EVERY
-                    if far is not None:
-                        self.words(FAR, 1)[0] = far
+                    if past is not None:
+                        self.words(PAST, 1)[0] = past
             finally:
                 self._measuring.release()
 

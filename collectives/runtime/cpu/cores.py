@@ -1,4 +1,4 @@
-"""Whether the cores of the ranks share a cache, by a flag that goes back and forth between two."""
+"""How a block passes between the cores of two ranks, by threads that act in turns on both."""
 
 from __future__ import annotations
 
@@ -8,35 +8,64 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from linkweave.kernels.plan.counters import turns
+from linkweave.kernels.plan.turns import turns
 
-NEAR_NS = 350
-"""Nanoseconds below which a round trip is one between cores that share a cache: some 120 to 180 on
-an EPYC within eight cores of one cache, 600 between two such parts."""
-_BURSTS, _ROUNDS = 8, 400
+BLOCK = 512 << 10  # bytes: several slots, as a longer message has under way
+_BURSTS = 4
+_FLAGS, _BLOCKS = 400, 4  # in a burst
 _LOOKS = 500_000  # at a flag, some ms: a thread may have to wait for the interpreter
 _PATIENCE = 0.02  # s of a measurement where the cores are busy
 
 
 def round_trip_ns(one: int, other: int) -> float | None:
-    """The round trip of a flag between two cores, in ns: the shortest of 8 bursts. 0 if they are
-    one. None if this process may not run there, gets no time there, or is about to end."""
+    """The round trip of a flag between two cores, in ns. 0 if they are one; else and where it
+    cannot be measured as `pass_s`."""
     if one == other:
         return 0.0
+    found = _shortest_s(one, other, 0, False, _FLAGS)
+    return None if found is None else found * 1e9
+
+
+def pass_s(one: int, other: int, past: bool) -> float | None:
+    """Seconds in which a block of 512 KiB gets from one core to another, which copies it on, and a
+    flag back: the shortest of 4 bursts. Both copy it `past` the caches, by non-temporal stores, or
+    through them. None if this process may not run there, gets no time there, or is about to end."""
+    return _shortest_s(one, other, BLOCK, past, _BLOCKS)
+
+
+def past_caches(first: int, last: int) -> bool | None:
+    """Whether blocks pass sooner past the caches between the lowest core on which process `first`
+    may run and the highest of process `last`: as a rule, where they share no cache, so that memory
+    is nearer than the other's. None if that cannot be measured."""
+    try:
+        one, other = min(os.sched_getaffinity(first)), max(os.sched_getaffinity(last))
+    except OSError:  # one has ended
+        return None
+    if one == other:
+        return False
+    through, past = (pass_s(one, other, way) for way in (False, True))
+    return None if through is None or past is None else past < through
+
+
+def _shortest_s(one: int, other: int, nbytes: int, past: bool, rounds: int) -> float | None:
+    """Seconds of a round, of the shortest burst."""
     flags = np.zeros(32, np.int64)  # used are two, 128 bytes apart
     mine, theirs = int(flags.ctypes.data), int(flags.ctypes.data) + 128
-    at = (mine, theirs), (theirs, mine)
+    blocks = np.zeros((3, nbytes), np.uint8)  # the first core's, one that both use, the second's
+    own, shared, got = (int(block.ctypes.data) for block in blocks)
+    at = ((mine, theirs, shared, own, nbytes, past, True),
+          (theirs, mine, got, shared, nbytes, past, False))  # fmt: skip
 
     def best_s(side: int) -> float:
         os.sched_setaffinity(0, {(one, other)[side]})  # of this thread
-        turns(*at[side], side == 0, 0, 0, 0, False)  # loads its machine code, or compiles it
+        turns(*at[side], 0, 0, 0, False)  # loads its machine code, or compiles it
         best, until = float("inf"), time.perf_counter() + _PATIENCE
-        for base in range(0, _BURSTS * (_ROUNDS + 1), _ROUNDS + 1):
-            while not turns(*at[side], side == 0, base, 1, _LOOKS, False):  # both are there
+        for base in range(0, _BURSTS * (rounds + 1), rounds + 1):
+            while not turns(*at[side], base, 1, _LOOKS, False):  # both are there
                 if time.perf_counter() > until:
                     return best
             start = time.perf_counter()
-            if turns(*at[side], side == 0, base + 1, _ROUNDS, _LOOKS, False):
+            if turns(*at[side], base + 1, rounds, _LOOKS, False):
                 best = min(best, time.perf_counter() - start)
         return best
 
@@ -45,15 +74,4 @@ def round_trip_ns(one: int, other: int) -> float | None:
             found, _ = threads.map(best_s, (0, 1))
     except (OSError, RuntimeError):  # no such core; threads can no longer be started
         return None
-    return found / _ROUNDS * 1e9 if np.isfinite(found) else None
-
-
-def far_apart(first: int, last: int) -> bool | None:
-    """Whether the lowest core on which process `first` may run and the highest of process `last`
-    share no cache, so that messages between their ranks may pass between such cores. None if that
-    cannot be measured."""
-    try:
-        ns = round_trip_ns(min(os.sched_getaffinity(first)), max(os.sched_getaffinity(last)))
-    except OSError:  # one has ended
-        return None
-    return None if ns is None else ns > NEAR_NS
+    return found / rounds if np.isfinite(found) else None

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.planning.layout import Staging, chunk_bytes
 from linkweave.collectives.planning.simulate import MEMORY_CHUNK
 from linkweave.collectives.runtime.buffer import Buffer
@@ -28,12 +29,15 @@ log = logging.getLogger("linkweave")
 _LINE = 128
 SLOT_BYTES = MEMORY_CHUNK
 NONTEMPORAL_BYTES = 64 << 10
-"""Messages of at least this size are copied with non-temporal stores between cores that share no
-cache (`interpreter.move`)."""
+"""Messages of at least this size are copied with non-temporal stores where they pass sooner past
+the caches (`interpreter.move`)."""
+HUGE_BYTES = 64 << 20
+"""Messages that nothing is combined into, of so many bytes on all ranks together, are written past
+the caches, which could not hold them; so no line is fetched only to be overwritten."""
 _IDLE = counters.SLEEPS * counters.SLEEP_NS * 1e-9  # s of sleep before `call` returns IDLE
 _NO_BELLS, _NO_NEEDS = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
 _NO_READS = np.zeros((0, 4), np.int64)
-_CALLS = 256  # after so many the distance of cores may be measured again
+_CALLS = 256  # after so many it may be measured again how blocks pass between cores
 _CALL = Struct(f"{kernel.CALL_FIELDS}q")
 
 
@@ -172,7 +176,9 @@ class CpuExecutor:
         state[kernel.COMBINE] = combine_address(buffer.dtype, op)
         state[kernel.DIVISOR] = self.size
         state[kernel.LARGE] = buffer.nbytes >= NONTEMPORAL_BYTES
-        state[kernel.FAR] = self.arena.far_address
+        state[kernel.PAST] = self.arena.past_address
+        copies = not COLLECTIVES[encoded.collective].combines
+        state[kernel.HUGE] = copies and self.size * buffer.nbytes >= HUGE_BYTES
         state[kernel.ABORT], state[kernel.BELL] = self.arena.abort_address, control.bell
         state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
         state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
@@ -231,7 +237,7 @@ class CpuExecutor:
         if layer_counters is not None:
             finals = layer_counters.counters.ctypes.data
             queue = kernel.frame_of([layer_counters.bells, layer_counters.needs])
-            frame[kernel.WAITERS : kernel.WAITERS + 2] = queue
+            frame[[kernel.WAITERS, kernel.NEEDS]] = queue
         _CALL.pack_into(  # much faster than to set the fields one by one
             state,  # type: ignore[arg-type]
             0, control.number, kernel.POST, address, source, shift, out, given, result,

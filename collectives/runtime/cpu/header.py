@@ -17,7 +17,7 @@ ABORT = 0  # 4 words: 1 if set, who gave up, why, whom it blames
 CLAIMED = 32  # by the first rank to give up
 LEFT = 64  # how many ranks have left
 TAG = 256  # 32 bytes: the hash of the job, of a whole mapping only
-FAR = 288  # 1 if the ranks' cores share no cache (`cores.far_apart`), of a whole mapping only
+PAST = 288  # 1 if messages pass sooner past the caches (`cores`), of a whole mapping only
 
 # a rank's control block
 BELL = 0  # what the rank sleeps on
@@ -30,7 +30,7 @@ MESSAGES, MAX_MESSAGE = 1024, 1008  # two messages of so many bytes at most, eac
 LAST_WORDS = 3072  # a third one, before it gives up
 
 SPANS = {
-    "abort": {"ABORT": 32, "CLAIMED": 8, "LEFT": 8, "TAG": 32, "FAR": 8},
+    "abort": {"ABORT": 32, "CLAIMED": 8, "LEFT": 8, "TAG": 32, "PAST": 8},
     "control": {
         "BELL": 8, "POSTED": 8, "FINISHED": 8, "PID": 8, "GONE": 8, "CLOSED": 8, "WAITS": 8,
         "BEATS": 8, "BASE": 8, "NOTICE": 16 * NOTICE_WORDS, "GPU_CALLS": 8 * GPU_CALL_WORDS,
