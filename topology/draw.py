@@ -106,7 +106,7 @@ def _figure(
             f"{topology.name} has {len(topology.gpus)} {topology.noun}s: at most {_CROWD} can be "
             "drawn; linkweave view makes a page of more"
         )
-    fabric: Sequence[Link] = links
+    wanted: Sequence[Link] = ()
     if part_of:
         title += f"\nnode 0 of {len(nodes)}, and the switches that its NICs reach"
         layout, links = lay_out_node(shown, links)
@@ -118,13 +118,13 @@ def _figure(
         if not {(k.src, k.dst) for k in links} <= {(k.src, k.dst) for k in fabric}:
             fabric = among.links
         layout = lay_out(among, fabric, arcs=plan is not None)
+        wanted = fabric if like else ()
     from matplotlib.figure import Figure  # not pyplot, which keeps its figures in global state
 
     figure = Figure()
     picture = _Picture(figure.add_axes((0, 0, 1, 1)), topology, links, layout)
     picture.links(faint=plan is not None)
-    if like and not part_of:
-        picture.missing(fabric)
+    picture.missing(wanted)
     drawn = parts if part is None else parts[part - 1 : part]
     if not _apart(drawn):
         picture.shares(drawn)

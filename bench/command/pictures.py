@@ -24,7 +24,6 @@ from linkweave.topology import Link, Topology, TopologyError, Vertex
 from linkweave.topology.clusters import nodes_of
 from linkweave.topology.graph import KINDS, neighbours, reach
 from linkweave.topology.layout import RADIUS, Positions, Star, lay_out, lay_out_node, star
-from linkweave.topology.timings import measured_seconds
 
 SENDS = 6000
 """That move in a picture of one plan; with more, the same plan is cut into fewer chunks."""
@@ -301,7 +300,7 @@ def plans_for(
     seconds, if the machine has them."""
     if not asked and most == 1:
         plan = collectives.plan_allreduce(machine, nbytes)
-        timed = measured_seconds(machine.timings, plan.algorithm, nbytes)
+        timed = plans.timed_of(machine, plan.collective, plan.algorithm, nbytes)
         return [(plan, timed[0] if timed else None)]
     if not asked:
         told = collectives.explain(machine, nbytes)

@@ -232,7 +232,7 @@ def summary(
                 f"{reduced.algbw / 1e9:.4g} GB/s"
             )
     if measured:
-        timed = _timed(made, machine, nbytes)
+        timed = timed_of(machine, made.collective, made.algorithm, nbytes)
         of = f"{timed[0] * 1e6:.1f} us, by figures of" if timed else "figures of"
         facts["measured"] = f"{of} {measured}"
     facts["made of"] = made_of(made, machine)
@@ -268,7 +268,7 @@ def _reason(machine: Topology, nbytes: int, made: Plan, algorithm: str) -> str:
         return "LINKWEAVE_ALGORITHM asks for it"
     if len(machine.gpus) == 1:
         return "there is nothing to choose between"
-    if _timed(made, machine, nbytes):
+    if timed_of(machine, made.collective, made.algorithm, nbytes):
         return "the fastest by measured times"
     if len(names := candidates(machine, made.collective, made.root)) == 1:
         return "the only one for this machine"
@@ -276,10 +276,13 @@ def _reason(machine: Topology, nbytes: int, made: Plan, algorithm: str) -> str:
     return f"auto expects it to be the fastest of {len(names)} algorithms{compares}"
 
 
-def _timed(made: Plan, machine: Topology, nbytes: int) -> tuple[float, int] | None:
-    if not COLLECTIVES[made.collective].tunable:
+def timed_of(
+    machine: Topology, collective: str, algorithm: str, nbytes: int
+) -> tuple[float, int] | None:
+    """Measured seconds and chunks of a message, as `measured_seconds`, if auto chooses by them."""
+    if not COLLECTIVES[collective].tunable:
         return None
-    return measured_seconds(machine.timings, made.algorithm, nbytes)
+    return measured_seconds(machine.timings, algorithm, nbytes)
 
 
 def _warn(made: Plan, machine: Topology, nbytes: int) -> None:

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from linkweave import collectives
 from linkweave.bench.command import options
-from linkweave.bench.command.plans import check_chunks, one_of, read_plans
+from linkweave.bench.command.plans import check_chunks, one_of, read_plans, timed_of
 from linkweave.collectives import CollectiveError, Plan
 from linkweave.collectives.foreign import mscclpp, mscclpp_timing, nvls
 from linkweave.collectives.planning.explain import size_text
@@ -19,7 +19,6 @@ from linkweave.collectives.planning.planner import candidates, choose
 from linkweave.collectives.planning.simulate import Timeline
 from linkweave.topology import Topology, bound
 from linkweave.topology.bounds import BOUNDED
-from linkweave.topology.timings import measured_seconds
 
 LEGEND = (
     "busiest link: share of the time in which it carries bytes; detours: connections over another "
@@ -99,9 +98,7 @@ def simulate(
         print(json.dumps({**what, "auto": chosen, "rows": rows}))
         return
     taken = f"; auto takes {chosen}" if chosen else f" by {plan}"
-    if chosen and collective == "allreduce" and (
-        timed := measured_seconds(found.timings, chosen, nbytes)
-    ):  # fmt: skip
+    if chosen and (timed := timed_of(found, collective, chosen, nbytes)):
         taken += f", by measured times the fastest ({timed[0] * 1e6:.1f} us); predicted:"
     if given and collective in BOUNDED:
         taken += f", where at most {bound(found, collective).algbw / 1e9:.2f} GB/s are possible"

@@ -546,8 +546,7 @@ def _at_exit() -> None:
     """Close the default communicator; ranks that wait for this one hear of the exception that has
     ended the program."""
     raised = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    own = _default
     alone = hasattr(sys, "ps1")  # a prompt, which went on after the exception
-    if raised and not alone and isinstance(own, Communicator) and own.calls.health.usable:
-        own.abort(INTERRUPTED if isinstance(raised, KeyboardInterrupt) else RAISED)
+    if raised and not alone and _default is not None:
+        _default.abort(INTERRUPTED if isinstance(raised, KeyboardInterrupt) else RAISED)
     shutdown()

@@ -345,7 +345,9 @@ class SparseAverage:
                 values, at = gtopk.select(*own)
                 found.append((values, at + first))
             first += count
-        values, at = (torch.cat([one[i] for one in found]) for i in range(2))
+        values, at = (
+            torch.cat(each) if len(each) > 1 else each[0] for each in zip(*found, strict=True)
+        )
         if self._spec.select:  # a vector ends with what is no entry
             at, order = at.sort()
             values = values[order]
