@@ -222,7 +222,9 @@ class ClusterCalls:
         given = along.given if along and call.source in (None, index) else NOTHING
         rows, merged = given[np.newaxis], None
         try:
-            if not alone:
+            if not alone and along and along.of_first:
+                machine.meet("gather", NOTHING, call.word)
+            elif not alone:
                 rows = np.empty((self.machine.size * bool(self._roll_call), given.size), np.uint8)
                 machine.meet("gather", given, call.word, rows if len(rows) else None)
             if self._roll_call is not None:

@@ -46,6 +46,7 @@ class Along:
     op: with which values of `kind` are combined; empty: only moved.
     shares: the bytes of each machine's share, if each combines one, and then sends it on.
     to: the machine that alone gets these; None: all do.
+    of_first: whether only the first rank of the machine has something to give.
     """
 
     given: Bytes
@@ -56,6 +57,7 @@ class Along:
     kind: Any = None
     shares: Sequence[int] = ()
     to: int | None = None
+    of_first: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -242,7 +244,8 @@ def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> Cluste
             given[:] = came[at]
 
     if is_passed_on(x.nbytes, count, links.machines.most):
-        along = Along(given, [x.nbytes * (m == at) for m in range(count)], finish, part)
+        lengths = [x.nbytes * (m == at) for m in range(count)]
+        along = Along(given, lengths, finish, part, of_first=local == 0)
     body = lambda: links.pieces.broadcast(x.view(torch.uint8), root)  # noqa: E731
     return ClusterCall(_asked(request), body, along, source=at, passed_on=True)
 
@@ -342,10 +345,10 @@ def _scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterC
     along = None
     if goes_along(machines.most * out.nbytes, machines.count, machines.most):
         sent = _bytes(given)
-        if links.index == at and links.rank != root:  # its machine gathers as much of each rank
+        if links.index == at and links.rank != root and local:  # as much of each rank is gathered
             sent = links.scratch(links.size * out.nbytes)
         lengths = [out.nbytes * len(links.mine) * (m == at) for m in range(machines.count)]
-        along = Along(sent, lengths, finish, part)
+        along = Along(sent, lengths, finish, part, of_first=local == 0)
     return ClusterCall(_asked(request), body, along, source=at)
 
 

@@ -325,9 +325,12 @@ class Rows:
         moves = []
         if self._rank == root:
             moves = [self._recv(out[r], r) for r in range(len(out)) if r not in self._mine]
-        rows = self._machine.gather(x, local)
-        if self._rank == root:
-            for r, row in zip(self._mine, rows, strict=True):
+        mine = self._mine
+        if self._alike(mine):
+            to = out[mine[0] : mine[-1] + 1] if self._rank == root else None
+            self._machine.gather(x, local, out=to)
+        elif (rows := self._machine.gather(x, local)) is not None:
+            for r, row in zip(mine, rows, strict=True):
                 out[r].copy_(row)
         _wait(moves)
 
@@ -340,7 +343,9 @@ class Rows:
         if self._index != at:
             _wait([self._recv(out, root)])
         else:
-            rows = x[[*self._mine]] if self._rank == root else None
+            mine, rows = self._mine, None
+            if self._rank == root:
+                rows = x[mine[0] : mine[-1] + 1] if self._alike(mine) else x[[*mine]]
             self._machine.scatter(rows, local, out=out.view(1, -1))
         _wait(sends)
 
@@ -359,25 +364,32 @@ class Rows:
             moves += [self._recv(got[r], r) for r in self._ranks[self._at(-s)]]
             under_way.append(moves)
             if s == 1:
-                self._inside(given, got, counts)
+                self._inside(x, out, counts)
             if len(under_way) > most - 1:
                 _wait(under_way.popleft())
         for moves in under_way:
             _wait(moves)
 
-    def _inside(
-        self, given: Sequence[Any], got: Sequence[Any], counts: Sequence[Sequence[int]]
-    ) -> None:
+    def _inside(self, x: Any, out: Any, counts: Sequence[Sequence[int]]) -> None:
         """The part of an all-to-all among the ranks of this machine."""
-        inside = {counts[s][d] for s in self._mine for d in self._mine}
+        mine = self._mine
+        inside = {counts[s][d] for s in mine for d in mine}
         if inside == {0}:
             return
-        sends = [counts[self._rank][d] for d in self._mine]
-        splits = [] if len(inside) == 1 else [sends]
-        rows = self._machine.alltoall(torch.cat([given[d] for d in self._mine]), None, *splits)
-        receives = [counts[s][self._rank] for s in self._mine]
-        for s, part in zip(self._mine, rows.split(receives), strict=True):
-            got[s].copy_(part)
+        sends = [*counts[self._rank]]
+        receives = [of[self._rank] for of in counts]
+        splits = [[each[r] for r in mine] for each in (sends, receives)] * (len(inside) > 1)
+        if self._alike(mine):  # their rows lie side by side
+            rows, result = (
+                part[sum(each[: mine[0]]) : sum(each[: mine[-1] + 1])]
+                for part, each in ((x, sends), (out, receives))
+            )
+            self._machine.alltoall(rows, result, *splits)
+            return
+        given, got = x.split(sends), out.split(receives)
+        rows = self._machine.alltoall(torch.cat([given[r] for r in mine]), None, *splits)
+        for r, part in zip(mine, rows.split([receives[r] for r in mine]), strict=True):
+            got[r].copy_(part)
 
     def _alike(self, ranks: Sequence[int]) -> bool:
         """Whether a machine has as many ranks as this one, and their numbers have no gaps."""
