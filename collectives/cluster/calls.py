@@ -30,7 +30,7 @@ from linkweave.collectives.cluster.sparse import SparseCluster
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.runtime.buffer import Buffer, check_op
-from linkweave.collectives.runtime.diagnose import INTERRUPTED
+from linkweave.collectives.runtime.diagnose import INTERRUPTED, REASONS
 from linkweave.collectives.runtime.tensors import as_buffer
 
 LONGER = 1.0
@@ -197,9 +197,8 @@ class ClusterCalls:
             self._let_go(error, outer)
             raise self._end(self._told(call.asked, error, mine is not None)) from error
         except BaseException as error:  # an interrupt: no rank must wait for this one
-            self.ended = f"{call.asked} was interrupted"
             self._let_go(error, outer)
-            self.abort(INTERRUPTED)
+            self.abort(INTERRUPTED, f"{call.asked} was interrupted")
             raise
         if outcome.failed:
             raise self._end(outcome) from mine
@@ -359,9 +358,12 @@ class ClusterCalls:
             if not fails:
                 raise kind(f"rank {self.rank}: {error}", rank=self.rank) from error
 
-    def abort(self, why: int) -> None:
-        """Make this machine's calls raise CollectiveAborted, and let the other machines notice."""
-        self.ended = self.ended or "it was aborted"
+    def abort(self, why: int, ended: str = "it was aborted") -> None:
+        """Make this machine's calls raise CollectiveAborted, and let the other machines know. `why`
+        is one of the reasons in `diagnose`; `ended` is what later calls are told."""
+        if not self.ended and self._roll_call:
+            self._roll_call.leave(f"rank {self.rank} {REASONS[why]}")
+        self.ended = self.ended or ended
         self.machine.abort(why)
         self.links.disconnect()
 

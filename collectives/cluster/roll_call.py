@@ -216,6 +216,10 @@ class RollCall:
         """`mine` with the cause of a failure, of which the other machines learn."""
         return self._exchange(mine, GRACE)
 
+    def leave(self, why: str) -> None:
+        """Tell the other machines why this one makes no more calls."""
+        self._tell(Notice(failed=why, witnessed=True), _TELLING)
+
     def finish(self, fails: bool) -> None:
         """Wait until the other machines have received what this one has sent them; for `GRACE`
         seconds if this rank `fails`. Raises TimeoutError or ConnectionError if they do not."""

@@ -139,8 +139,8 @@ def _native(step: int, stored: str, average: bool) -> Callable[..., None]:
     return kernel
 
 
-def _small(step: int, small: int, average: bool) -> Callable[..., None]:
-    bits = np.uint8(0) if small in (FLOAT8_E4M3FN, FLOAT8_E5M2) else np.uint16(0)
+def _small(step: int, small: int, size: int, average: bool) -> Callable[..., None]:
+    bits = np.dtype(f"u{size}").type(0)
 
     def kernel(dst, table, m, ahead, n, divisor):
         own = carray(pointer(dst, bits), n)
@@ -207,7 +207,7 @@ def combine_address(dtype: str, op: str) -> int:
     if step >= AND:  # bitwise: int8, uint8 and bool share functions
         made = _compiled(_bits, step, f"u{known.size}")
     elif dtype in _SMALL:
-        made = _compiled(_small, step, _SMALL[dtype], average)
+        made = _compiled(_small, step, _SMALL[dtype], known.size, average)
     elif known.kind == "float" and known.stored != dtype:  # would be combined as integers
         raise NotImplementedError(f"no conversion of {dtype} to a float that can be combined")
     else:

@@ -23,6 +23,7 @@ from on_ranks import on_ranks
 from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.calls.communicator import get_default
+from linkweave.collectives.calls.request import NOTHING, Request, notice
 from linkweave.collectives.cluster.join import Job
 from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
 from linkweave.collectives.runtime.cpu import header
@@ -71,6 +72,11 @@ def test_no_field_of_a_page_overlaps_another(page: str) -> None:
         assert ends <= start and start % 8 == 0, name
         ends = start + nbytes
     assert ends <= header.PAGE
+
+
+def test_a_notice_fits_its_words() -> None:
+    """With two words of memory, and whether its rank could read that of the others."""
+    assert len(notice(Request("barrier", NOTHING))) + 2 + 1 <= header.NOTICE_WORDS
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from host_gpu import HostDevice, HostTensor, needs_compiler
 from linkweave import collectives
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.calls.communicator import get_default
+from linkweave.kernels import dtypes
 from linkweave.topology import load
 
 pytestmark = needs_compiler
@@ -298,8 +299,7 @@ def test_bad_input_is_refused_and_leaves_the_ranks_in_step(rank: int) -> None:
     assert x.array.tolist() == [2.0] * 4
     assert said == [
         "this call runs on GPU 0; the tensor is on the CPU",
-        "unsupported dtype complex64; choose from float32, float64, float16, bfloat16, "
-        "float8_e4m3fn, float8_e5m2, int8, uint8, int32, int64, bool",
+        f"unsupported dtype complex64; choose from {', '.join(dtypes.DTYPES)}",
         "the array is read-only; a collective writes its result into it",
         "a contiguous array is needed, not one of strides (8,)",
         "unknown op 'mean'; choose from sum, avg, min, max, prod, and, or, xor",

@@ -24,7 +24,8 @@ BELL = 0  # what the rank sleeps on
 POSTED, FINISHED = 128, 256  # numbers of the calls that it has begun and ended
 PID, GONE, CLOSED = 384, 392, 400  # its process; whether that is gone; whether it has left
 WAITS, BEATS, BASE = 408, 416, 424  # for whom; signs of life; where it has mapped the memory
-NOTICE, NOTICE_WORDS = 512, 16  # two notices, of even and odd calls
+# two notices, of even and odd calls: `calls.request.notice`, two words of memory, and a status
+NOTICE, NOTICE_WORDS = 512, 16
 GPU_CALLS, GPU_CALL_WORDS = 768, 32  # its last calls on the GPU
 MESSAGES, MAX_MESSAGE = 1024, 1008  # two messages of so many bytes at most, each behind 2 words
 LAST_WORDS = 3072  # a third one, before it gives up
