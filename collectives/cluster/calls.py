@@ -361,11 +361,13 @@ class ClusterCalls:
     def abort(self, why: int, ended: str = "it was aborted") -> None:
         """Make this machine's calls raise CollectiveAborted, and let the other machines know. `why`
         is one of the reasons in `diagnose`; `ended` is what later calls are told."""
-        if not self.ended and self._roll_call:
-            self._roll_call.leave(f"rank {self.rank} {REASONS[why]}")
-        self.ended = self.ended or ended
-        self.machine.abort(why)
-        self.links.disconnect()
+        first, self.ended = not self.ended, self.ended or ended
+        try:
+            if first and self._roll_call:
+                self._roll_call.leave(f"rank {self.rank} {REASONS[why]}")
+        finally:
+            self.machine.abort(why)
+            self.links.disconnect()
 
     def close(self) -> None:
         self.links.close()

@@ -13,11 +13,11 @@ PIECE = 8 << 20
 """Bytes of the pieces that are on the network and in memory at once."""
 
 ALONG, MOST = 512 << 10, 2 << 20
-"""Bytes that go along to a machine, and to all of them, when they compare a call; of a machine's
-share of an all-reduce, a quarter. For several ranks the first one sends all."""
+"""Bytes that go along to a machine, and to all of them, when they compare a call; of a broadcast,
+and of a machine's share of an all-reduce, a quarter. For several ranks the first one sends all."""
 
 ALONG_ALONE, MOST_ALONE = 2 << 20, 16 << 20
-"""The same where each machine has one rank, but for an all-reduce."""
+"""The same where each machine has one rank, but for a broadcast and an all-reduce."""
 
 AT_ONCE = 64 << 10
 """Bytes to all machines up to which each gets all values, and combines them itself."""
@@ -29,17 +29,6 @@ def goes_along(nbytes: float, machines: int, most: int, same: bool = False) -> b
     to_one, to_all = _limits(most == 1 and not same)
     counted = 4 * nbytes if same else nbytes
     return 0 < counted <= to_one and counted * (machines - 1) <= to_all
-
-
-def is_passed_on(nbytes: int, machines: int, most: int) -> bool:
-    """Whether a broadcast of so many bytes goes along, from machine to machine."""
-    return 0 < nbytes <= most_along(machines, most)
-
-
-def rounds(machines: int) -> int:
-    """In how many rounds all machines have what one has, if each that has it sends it to another
-    one."""
-    return (machines - 1).bit_length()
 
 
 def most_along(machines: int, most: int) -> int:
@@ -103,14 +92,12 @@ class ClusterMap:
         if kind == "alltoall":
             frame, leaves = most * share, share * (size - most)
         elif kind == "broadcast":
-            frame, leaves = nbytes, nbytes * rounds(count)
-            if is_passed_on(nbytes, count, most):
-                return start / 2 + pace * leaves + memory.seconds_per_byte * nbytes
+            frame, leaves = nbytes, nbytes * others.bit_length()
         else:
             frame, leaves = share, share * others
         too_much = kind == "alltoall" and gathers_too_much(most, nbytes)
-        if kind != "broadcast" and goes_along(frame, count, most) and not too_much:
-            if kind in ("gather", "scatter"):
+        if goes_along(frame, count, most, kind == "broadcast") and not too_much:
+            if kind in ("broadcast", "gather", "scatter"):
                 start /= 2
             return start + pace * frame * others + memory.seconds_per_byte * share
         if kind in ("gather", "scatter"):

@@ -196,7 +196,7 @@ class ClusterCommunicator(Methods):
                 last.callback(self._before_close.pop())
 
     def abort(self, why: int) -> None:
-        """Make this machine's calls raise CollectiveAborted, and let the other machines notice."""
+        """Make this machine's calls raise CollectiveAborted, and let the other machines know."""
         if not (self.closed or self.machine.calls.health.foreign):
             self._calls.abort(why)
 

@@ -16,13 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from linkweave.collectives.calls.request import Request, values
-from linkweave.collectives.cluster.cluster_map import (
-    AT_ONCE,
-    gathers_too_much,
-    goes_along,
-    is_passed_on,
-    rounds,
-)
+from linkweave.collectives.cluster.cluster_map import AT_ONCE, gathers_too_much, goes_along
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import combined, undivided
 from linkweave.collectives.cluster.machines import Machines
@@ -109,7 +103,6 @@ class ClusterCall:
         the call instead.
     source: the machine from which alone the others hear what goes along; None: from all.
     target: the machine that alone hears from the others; None: all do.
-    passed_on: the others hear from the source by way of each other.
     """
 
     asked: str
@@ -117,13 +110,10 @@ class ClusterCall:
     along: Along | None = None
     source: int | None = None
     target: int | None = None
-    passed_on: bool = False
 
     def __post_init__(self) -> None:
         if self.along is None:  # nobody may begin `body` before all have compared the call
             self.source = self.target = None
-        if self.source is None:
-            self.passed_on = False
         if len(self.asked) > _LONG:
             self.asked = f"{self.asked[:_LONG]}... {crc32(self.asked.encode()):08x})"
 
@@ -131,23 +121,6 @@ class ClusterCall:
     def one_way(self) -> bool:
         """Whether some machines do not hear from the others."""
         return self.source is not None or self.target is not None
-
-    def ways(self, me: int, machines: int) -> tuple[list[int], list[int]]:
-        """The machines from which machine `me` hears, and those that hear from it."""
-        if self.passed_on and self.source is not None:  # along a binomial tree
-            at = (me - self.source) % machines
-            known = at.bit_length()  # rounds after which this one has it
-            hear = [at + (1 << k) for k in range(known, rounds(machines))]
-            tell = [at - (1 << known - 1)] if at else []
-            return (
-                [(self.source + m) % machines for m in tell],
-                [(self.source + m) % machines for m in hear if m < machines],
-            )
-        others = [m for m in range(machines) if m != me]
-        return (
-            [m for m in others if self.source in (None, m) and self.target in (None, me)],
-            [m for m in others if self.target in (None, m) and self.source in (None, me)],
-        )
 
     @cached_property
     def word(self) -> int:
@@ -243,11 +216,11 @@ def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> Cluste
         if links.rank != root:
             given[:] = came[at]
 
-    if is_passed_on(x.nbytes, count, links.machines.most):
+    if goes_along(x.nbytes, count, links.machines.most, same=True):
         lengths = [x.nbytes * (m == at) for m in range(count)]
         along = Along(given, lengths, finish, part, of_first=local == 0)
     body = lambda: links.pieces.broadcast(x.view(torch.uint8), root)  # noqa: E731
-    return ClusterCall(_asked(request), body, along, source=at, passed_on=True)
+    return ClusterCall(_asked(request), body, along, source=at)
 
 
 def _reduce(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:

@@ -87,20 +87,41 @@ class Pieces:
         """Combine the flat `x` over all ranks to `out`, which may be `x`, on `root`; None
         elsewhere."""
         at, local = self._machines.position(root)
+        spare: list[Any] = []
 
         def piece(first: int, part: Any) -> Iterator[None]:
-            rows = in_rows(part, self._machines.columns)
+            to = None if out is None else out[first : first + part.numel()]
+            yield from (alone if self._machine.size == 1 else together)(part, to)
+            if op == "avg" and to is not None:
+                to.div_(self._machines.size)
+
+        def alone(part: Any, to: Any) -> Iterator[None]:
+            memory = to
+            if to is None:  # gloo combines in place, and `x` stays as it is
+                memory = spare.pop() if spare else torch.empty_like(part)
+            mine = memory[: part.numel()]
+            if mine.data_ptr() != part.data_ptr():
+                mine.copy_(part)
+            yield from sent(mine)
+            if to is None:
+                spare.append(memory)
+
+        def together(part: Any, to: Any) -> Iterator[None]:
+            rows, size = in_rows(part, self._machines.columns), self._machine.size
             mine = self._own(rows, undivided(op))
+            yield from sent(mine)
+            if self._index != at:
+                return
+            whole = to is not None and to.numel() == size * mine.numel()
+            got = self._machine.gather(mine, local, out=to.view(size, -1) if whole else None)
+            if to is not None and not whole:
+                put_back(got[: len(rows)], to)
+
+        def sent(mine: Any) -> Iterator[None]:
             work = self._across.reduce(mine, op, at) if self._across else None
             yield
             if work:
                 work.wait()
-            if self._index == at:
-                got = self._machine.gather(mine, local)
-                if out is not None:
-                    if op == "avg":
-                        got.div_(self._machines.size)
-                    put_back(got[: len(rows)], out[first : first + part.numel()])
 
         self._cut(x, PIECE, piece)
 

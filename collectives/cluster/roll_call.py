@@ -141,40 +141,39 @@ class RollCall:
         an earlier one: then `explain` must follow. None also if one has been lost."""
         me = self._machine
         word = (self._words[-1] * _PRIME + call.word) % (1 << 62)
-        of, to = call.ways(me, len(self._names))
-        passes_on = call.passed_on and bool(of)
+        to = [m for m in self._others if call.target in (None, m) and call.source in (None, me)]
+        of = [m for m in self._others if call.source in (None, m) and call.target in (None, me)]
+        frames: dict[int, Any] = {}  # by part, of which many machines may get the same
+        sent = []
+        for m in to:
+            part = parts[m] if parts else None
+            if id(part) not in frames:
+                frames[id(part)] = _frame(word, _COMPARES, part)
+            sent.append((m, frames[id(part)]))
         deadline = self._deadline(self._timeout)
         self._words.append(word)
-        if not passes_on:
-            self._send(_frames(word, to, parts))
+        self._send(sent)
         self._silent = [m for m in of if m not in to]
         self._receive(of, deadline)
         with self._reminds:
             self._silent = ()
-        differs = bool(self._notices) or any(self._head(m)[0] != word for m in of)
-        longest = max((part.nbytes for part in parts), default=1)
-        if passes_on and not (differs or self._lost):
-            longest = max(lengths)
-            frame = self._frames[self._turn[of[0]]][of[0]][: _HEAD + longest].clone()
-            self._send([(m, frame) for m in to])
         if not self._failed:
-            self._settle(deadline, self._ahead(longest) if call.one_way else 0)
-        if differs or self._lost:
+            self._settle(deadline, self._ahead(parts) if call.one_way else 0)
+        if self._lost or self._notices or any(self._head(m)[0] != word for m in of):
             self._words.pop()
             return None
         if call.one_way:
             self._open.appendleft(call.asked)
         else:
             self._all_compared()
-        by = {call.source: of[0]} if passes_on else {}
-        at = [by.get(m, m) for m in range(len(lengths))]
-        came = [self._bytes[self._turn[m], m, :n] for m, n in zip(at, lengths, strict=True)]
+        came = [self._bytes[self._turn[m], m, :n] for m, n in enumerate(lengths)]
         if parts:
             came[me] = parts[me]
         return came
 
-    def _ahead(self, longest: int) -> int:
-        """How many messages of so many bytes may be under way for which nobody waits."""
+    def _ahead(self, parts: Sequence[Bytes]) -> int:
+        """How many messages like these may be under way for which nobody waits."""
+        longest = max((part.nbytes for part in parts), default=1)
         return min(_AHEAD * len(self._others), MOST_ALONE // max(1, longest))
 
     def remind(self) -> None:
@@ -217,8 +216,11 @@ class RollCall:
         return self._exchange(mine, GRACE)
 
     def leave(self, why: str) -> None:
-        """Tell the other machines why this one makes no more calls."""
-        self._tell(Notice(failed=why, witnessed=True), _TELLING)
+        """Tell the other machines why this one makes no more calls; from any thread."""
+        frame, deadline = _note(Notice(failed=why, witnessed=True)), time.monotonic() + _TELLING
+        with suppress(RuntimeError):  # a connection is closed
+            for work in [self._gloo.send([frame], m, 0) for m in self._others if self._gloo]:
+                _end(work, deadline)
 
     def finish(self, fails: bool) -> None:
         """Wait until the other machines have received what this one has sent them; for `GRACE`
@@ -332,16 +334,6 @@ def _end(work: Any, deadline: float) -> None:
 def _frame(word: int, what: int, part: Bytes | None) -> Any:
     head = np.array((word, what)).view(np.uint8)
     return torch.from_numpy(head if part is None else np.concatenate((head, part)))
-
-
-def _frames(word: int, to: Sequence[int], parts: Sequence[Bytes]) -> list[tuple[int, Any]]:
-    """The frames of a call for machines, of whose `parts` many may be the same."""
-    made: dict[int, Any] = {}
-    for m in to:
-        part = parts[m] if parts else None
-        if id(part) not in made:
-            made[id(part)] = _frame(word, _COMPARES, part)
-    return [(m, made[id(parts[m] if parts else None)]) for m in to]
 
 
 def _note(mine: Notice) -> Any:

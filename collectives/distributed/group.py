@@ -473,16 +473,14 @@ class GroupWork(dist.Work):
     ) -> None:
         super().__init__()
         self._work, self._result, self._finish = work, result, finish
-        if finish is None:
-            return
-        self._lock = threading.Lock()
+        self._lock = threading.Lock() if finish else None
         if work is None:
             self._finished()
 
     def _finished(self) -> None:
-        if self._finish is None:
+        if self._lock is None:
             return
-        with self._lock:
+        with self._lock:  # also while another thread moves the result
             finish, self._finish = self._finish, None
             if finish is not None:
                 finish()
@@ -500,7 +498,7 @@ class GroupWork(dist.Work):
             return True
         if not self._work.done():
             return False
-        if self._finish and self._raised() is None:
+        if self._lock and self._raised() is None:
             self._finished()
         return True
 

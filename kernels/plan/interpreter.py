@@ -92,7 +92,7 @@ _MOVED, _LEFT, _ARRIVED = 1, 2, 4  # bits of `_advance`'s result
 
 @njit(inline="always")
 def move(dst, src, nbytes, nontemporal):
-    """Copy between private memory and slots, with non-temporal stores where that is sooner.
+    """Copy to slots and from them, or to a result, with non-temporal stores where that is sooner.
 
     The data is not read again by this core, and between cores that share no cache a line may come
     sooner from memory than from the other's cache: on an EPYC 1 MiB takes a third of the time. On

@@ -28,7 +28,7 @@ from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.gloo import Across
 from linkweave.collectives.settings import Settings
 
-SIZES = [(1, 1), (2, 2), (1, 2), (3, 1, 2), (1, 1, 1, 2, 1)]
+SIZES = [(1, 1), (2, 2), (1, 2), (3, 1, 2)]
 DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64")
 COUNTS = (0, 1, 2, 3, 7, 1000, 30_011, 200_003)  # the last does not go along
 
@@ -526,19 +526,6 @@ def test_one_way_calls_that_differ_are_named_everywhere(
         assert all("failed before" in words for words in said[1 if first else 2 :]), said
 
 
-@across((1, 1, 1, 1, 1))
-def test_a_machine_that_should_pass_a_call_on_differs(comm: ClusterCommunicator) -> None:
-    """Machine 1 passes broadcasts of machine 0 on to machine 3."""
-    x = np.full(4 if comm.rank == 1 else 3, comm.rank)
-    said = [error_of(lambda: comm.broadcast(x))]
-    assert bool(said[0]) == (comm.rank in (1, 3)), said
-    assert (x == (comm.rank if said[0] else 0)).all()
-    said.append(error_of(lambda: comm.allreduce(np.ones(3))))
-    words = "broadcast(4 x int64, root 0)" if comm.rank == 1 else "broadcast(3 x int64, root 0)"
-    assert said[0] == "" or words in said[0], said
-    assert "host1 (rank 1): broadcast(4 x int64, root 0)" in "; ".join(said), said
-
-
 @pytest.mark.parametrize(
     ("machines", "what"),
     [((1, 1), "roots"), ((1, 1), "own"), ((2, 1), "local"), ((1, 1, 1), "roots")],
@@ -644,7 +631,7 @@ def test_a_root_that_is_slow(comm: ClusterCommunicator) -> None:
     assert time.monotonic() - start < 60
 
 
-@across((1, 1), (2, 1), (1, 1, 1), (1, 1, 2, 1, 1))
+@across((1, 1), (2, 1), (1, 1, 1))
 def test_a_root_that_is_ahead(comm: ClusterCommunicator) -> None:
     """The root makes many calls before others make the first."""
     if comm.rank:

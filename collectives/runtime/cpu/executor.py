@@ -178,7 +178,9 @@ class CpuExecutor:
         state[kernel.LARGE] = buffer.nbytes >= NONTEMPORAL_BYTES
         state[kernel.PAST] = self.arena.past_address
         copies = not COLLECTIVES[encoded.collective].combines
-        state[kernel.HUGE] = copies and self.size * buffer.nbytes >= HUGE_BYTES
+        # copies of the whole message, of which the ranks of a gather or a scatter have only rows
+        count = 1 if encoded.collective in ("gather", "scatter") else self.size
+        state[kernel.HUGE] = copies and count * buffer.nbytes >= HUGE_BYTES
         state[kernel.ABORT], state[kernel.BELL] = self.arena.abort_address, control.bell
         state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
         state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
