@@ -54,6 +54,7 @@ class Pieces:
         self._machine, self._across = machine, across
         self._machines, self._index = machines, index
         self._equal = machine.size == machines.columns
+        self._spare: list[Any] = []  # pieces of memory
 
     def allreduce(self, x: Any, op: str, final: Callable[[int], None] | None = None) -> None:
         """Combine the flat `x` over all ranks. "avg" divides the sum once, before slices are
@@ -87,7 +88,6 @@ class Pieces:
         """Combine the flat `x` over all ranks to `out`, which may be `x`, on `root`; None
         elsewhere."""
         at, local = self._machines.position(root)
-        spare: list[Any] = []
 
         def piece(first: int, part: Any) -> Iterator[None]:
             to = None if out is None else out[first : first + part.numel()]
@@ -96,15 +96,17 @@ class Pieces:
                 to.div_(self._machines.size)
 
         def alone(part: Any, to: Any) -> Iterator[None]:
-            memory = to
-            if to is None:  # gloo combines in place, and `x` stays as it is
-                memory = spare.pop() if spare else torch.empty_like(part)
-            mine = memory[: part.numel()]
-            if mine.data_ptr() != part.data_ptr():
-                mine.copy_(part)
+            if to is not None:
+                if to.data_ptr() != part.data_ptr():
+                    to.copy_(part)
+                yield from sent(to)
+                return
+            # gloo combines in place, and `x` stays as it is; new memory would cost more than a copy
+            memory = self._spare.pop() if self._spare else torch.empty(PIECE, dtype=torch.uint8)
+            mine = memory[: part.nbytes].view(part.dtype)
+            mine.copy_(part)
             yield from sent(mine)
-            if to is None:
-                spare.append(memory)
+            self._spare.append(memory)
 
         def together(part: Any, to: Any) -> Iterator[None]:
             rows, size = in_rows(part, self._machines.columns), self._machine.size
