@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ from machines import across, forked, on_machines
 
 from linkweave.collectives import CollectiveError, Communicator
 from linkweave.collectives.cluster import join, pieces
+from linkweave.collectives.cluster.calls import ClusterCalls
 from linkweave.collectives.cluster.cluster_map import AT_ONCE
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.gloo import Across
+from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.settings import Settings
 
 SIZES = [(1, 1), (2, 2), (1, 2), (3, 1, 2)]
@@ -397,6 +400,25 @@ def test_connections_are_closed_when_no_thread_starts(monkeypatch: pytest.Monkey
 @across((3,))
 def test_ranks_of_one_machine_need_no_cluster(comm: Any) -> None:
     assert isinstance(comm, Communicator)
+
+
+def test_an_abort_ends_the_own_machine_in_any_case() -> None:
+    """Also if it is interrupted while it tells the other machines."""
+
+    def interrupted(why: str) -> None:
+        raise KeyboardInterrupt(why)
+
+    said: list[Any] = []
+    calls: Any = object.__new__(ClusterCalls)
+    calls.rank, calls.ended = 1, ""
+    calls._roll_call = SimpleNamespace(leave=interrupted)
+    calls.machine = SimpleNamespace(abort=said.append)
+    calls.links = SimpleNamespace(disconnect=lambda: said.append("closed"))
+    with pytest.raises(KeyboardInterrupt, match="rank 1 raised an exception"):
+        calls.abort(RAISED)
+    assert said == [RAISED, "closed"] and calls.ended
+    calls.abort(RAISED)  # the others have been told, or cannot be
+    assert said == [RAISED, "closed"] * 2
 
 
 def test_ranks_of_another_version_are_told() -> None:

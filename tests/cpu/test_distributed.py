@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import linkweave
 from linkweave.collectives import CollectiveError
+from linkweave.collectives.distributed.group import GroupWork
 from linkweave.torch_backend import register
 
 ROOT = Path(__file__).parents[2]
@@ -394,6 +397,33 @@ def test_a_rank_that_is_lost_is_named(what: str, words: str) -> None:
     assert time.monotonic() - start < 100  # of 200
     for rank in (0, 2):
         assert re.search(words, found[rank]), found
+
+
+def test_whoever_waits_finds_the_result_in_place() -> None:
+    """Also while another thread moves it there."""
+    moving, go, moved, seen = threading.Event(), threading.Event(), [], []
+
+    def finish() -> None:
+        moving.set()
+        go.wait(100)
+        moved.append(True)
+
+    over: Any = SimpleNamespace(wait=lambda timeout=None: None, done=lambda: True)
+    work = GroupWork(over, [], finish)
+    first = threading.Thread(target=work.wait)
+    first.start()
+    assert moving.wait(100)
+    others = [
+        threading.Thread(target=lambda ask=ask: (ask(), seen.append(bool(moved))))
+        for ask in (work.wait, work.is_completed)
+    ]
+    for thread in others:
+        thread.start()
+    others[0].join(0.05)
+    go.set()
+    for thread in (first, *others):
+        thread.join(100)
+    assert seen == [True, True] and moved == [True]
 
 
 def test_an_old_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
