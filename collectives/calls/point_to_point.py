@@ -94,7 +94,11 @@ class _Channel:
 
     def _renamed(self, words: str) -> str:
         """A message about a call of the channel in words of `send` and `recv`."""
-        words = re.sub(r"sendrecv\((.*?), pairs \w+\)( with settings \w+)?", r"\1", words)
+        words = re.sub(
+            r"sendrecv\((.*?), pairs of checksum \w+\)( with settings of checksum \w+)?",
+            r"\1",
+            words,
+        )
         words = words.replace("ranks [0]:", f"rank {self._src} sends")
         return words.replace("ranks [1]:", f"rank {self._dst} receives")
 

@@ -173,12 +173,12 @@ def words(notice: Sequence[int]) -> str:
     if collective := COLLECTIVES.get(asked):
         what = [values(asked, count, _DTYPES[dtype])]
         what += [_OPS[op]] * collective.combines + [how] * collective.tunable
-        roots = {"none": [], "rank": [f"root {root}"], "pairs": [f"pairs {root:08x}"]}
+        roots = {"none": [], "rank": [f"root {root}"], "pairs": [f"pairs of checksum {root:08x}"]}
         asked += f"({', '.join([*what, *roots[collective.root]])})"
     if parts:
-        asked += f" in parts of sizes {parts:08x}"
+        asked += f" in parts whose sizes have the checksum {parts:08x}"
     if settings:
-        asked += f" with settings {settings:08x}"
+        asked += f" with settings of checksum {settings:08x}"
     if order:
         asked += f" as call {order} on lanes"
     if piece >= 0:

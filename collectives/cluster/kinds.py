@@ -145,7 +145,7 @@ def _asked(request: Request) -> str:
     if request.layers is not None:
         words.append(f"layers {[n // buffer.itemsize for n in request.layers]}")
     if request.parts:
-        words.append(f"parts of sizes {request.parts:08x}")
+        words.append(f"parts whose sizes have the checksum {request.parts:08x}")
     return f"{kind}({', '.join(words)})"
 
 

@@ -247,7 +247,7 @@ def test_what_differs_between_ranks_is_an_error_on_every_rank(rank: int) -> None
     assert "ranks [1]: allreduce(4 x float64, max" in op
     assert "ranks [0, 2]: broadcast(4 x float64, " in kind
     assert "root 2); ranks [1]: barrier" in kind
-    assert "in parts of sizes" in layout
+    assert "in parts whose sizes have the checksum" in layout
     told = "ranks [1]: refused its arguments: unsupported dtype complex64"
     told = told.rpartition(": ")[2] if rank == 1 else told
     assert told in refused
