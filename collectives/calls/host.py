@@ -518,6 +518,8 @@ class CallGuard:
         try:
             if error is None:
                 return
+            if self._health.closed and isinstance(error, Exception):  # by another thread
+                self._health.check()
             if isinstance(error, Refused):
                 raise error.kind(error.text) from None
             # the others must not wait for this rank

@@ -299,6 +299,18 @@ def test_a_call_of_another_thread_ends_where_its_communicator_is_closed(
         assert "rank 0" in error_of(comm.barrier)
 
 
+@on_ranks(2)
+def test_a_call_that_differs_as_its_communicator_is_closed(rank: int) -> None:
+    """Another thread has closed it before this one can tell how the ranks' calls differ."""
+    comm: Any = get_default()
+    comm.allreduce(x := np.ones(9))
+    if rank == 0:
+        comm._calls.executor.run = lambda *_: comm.close()
+        assert error_of(comm.allreduce, x) == "this communicator is closed"
+    else:
+        assert "rank 0" in error_of(comm.barrier)
+
+
 @on_ranks(2, timeout=200)
 def test_an_exception_inside_a_call_is_told_at_once(rank: int, tmp_path: Path) -> None:
     """Rank 1's call raises something that is no CollectiveError; it closes, and lives on."""
