@@ -52,7 +52,7 @@ class ClusterCalls:
         self.rank, self.size, self.links = links.rank, links.size, links
         self.machine, self.machines = links.machine, links.machines
         self.compares_allreduces = True
-        self.ended = ""  # why no call can be made
+        self.ended, self._closed = "", False  # why no call can be made
         self._roll_call, self._asked, self._compares = roll_call, "", True
         self._one_way = 0  # calls in a row
         self._known = FifoCache[tuple[object, ...], tuple[ClusterCall, str]]()
@@ -195,6 +195,8 @@ class ClusterCalls:
             self._one_way = 0  # ranks that refused this call have not counted it
         except Exception as error:
             self._let_go(error, outer)
+            if self._closed:  # by another thread
+                raise CollectiveError("this communicator is closed") from None
             raise self._end(self._told(call.asked, error, mine is not None)) from error
         except BaseException as error:  # an interrupt: no rank must wait for this one
             self._let_go(error, outer)
@@ -370,6 +372,7 @@ class ClusterCalls:
             self.links.disconnect()
 
     def close(self) -> None:
+        self._closed = True
         self.links.close()
         if self._roll_call:
             self._roll_call.close()

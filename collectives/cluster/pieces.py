@@ -237,6 +237,7 @@ class Rows:
         self._index, self._count = machines.position(across.rank)[0], machines.count
         self._ranks = machines.ranks
         self._mine = machines.ranks[self._index]
+        self._span = machines.spans[self._index]
 
     def allgather(self, x: Any, out: Any, widths: Sequence[int]) -> None:
         """Gather the flat `x` of all ranks, in rank order, in the flat `out`; `widths` are the
@@ -348,13 +349,10 @@ class Rows:
         moves = []
         if self._rank == root:
             moves = [self._recv(out[r], r) for r in range(len(out)) if r not in self._mine]
-        mine = self._mine
-        if self._alike(mine):
-            to = out[mine[0] : mine[-1] + 1] if self._rank == root else None
-            self._machine.gather(x, local, out=to)
-        elif (rows := self._machine.gather(x, local)) is not None:
-            for r, row in zip(mine, rows, strict=True):
-                out[r].copy_(row)
+        rows = out[self._span] if self._rank == root else None
+        self._machine.gather(x, local, out=rows)
+        if rows is not None and not isinstance(self._span, slice):  # it is a copy
+            out[self._span] = rows
         _wait(moves)
 
     def scatter(self, x: Any, out: Any, root: int) -> None:
@@ -366,9 +364,7 @@ class Rows:
         if self._index != at:
             _wait([self._recv(out, root)])
         else:
-            mine, rows = self._mine, None
-            if self._rank == root:
-                rows = x[mine[0] : mine[-1] + 1] if self._alike(mine) else x[[*mine]]
+            rows = x[self._span] if self._rank == root else None
             self._machine.scatter(rows, local, out=out.view(1, -1))
         _wait(sends)
 
@@ -402,7 +398,7 @@ class Rows:
         sends = [*counts[self._rank]]
         receives = [of[self._rank] for of in counts]
         splits = [[each[r] for r in mine] for each in (sends, receives)] * (len(inside) > 1)
-        if self._alike(mine):  # their rows lie side by side
+        if isinstance(self._span, slice):  # their rows lie side by side
             rows, result = (
                 part[sum(each[: mine[0]]) : sum(each[: mine[-1] + 1])]
                 for part, each in ((x, sends), (out, receives))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from linkweave.collectives.cluster.cluster_map import MOST_ALONE
-from linkweave.collectives.cluster.gloo import gloo_group, timed_out
+from linkweave.collectives.cluster.gloo import Across, timed_out
 from linkweave.collectives.cluster.kinds import Bytes, ClusterCall
 
 NOTICE = 1024
@@ -114,7 +114,7 @@ class RollCall:
     ) -> None:
         self._machine, self._names, self._timeout = machine, names, timeout
         self._others = [m for m in range(len(names)) if m != machine]
-        self._gloo: Any = gloo_group(store, machine, len(names), timeout)
+        self._across = Across(store, machine, len(names), timeout)
         # A frame is received while the one before it is in use.
         frames = torch.zeros((2, len(names), _HEAD + room), dtype=torch.uint8)
         self._frames = [half.unbind() for half in frames]
@@ -183,7 +183,7 @@ class RollCall:
             for m in silent:
                 with suppress(RuntimeError):  # who waits will learn of it
                     frame = _frame(self._words[-1], _WAITS, None)
-                    self._reminders.append(self._gloo.send([frame], m, 0))
+                    self._reminders.append(self._across.send(frame, m))
 
     def _all_compared(self) -> None:
         self._open.clear()
@@ -218,8 +218,12 @@ class RollCall:
     def leave(self, why: str) -> None:
         """Tell the other machines why this one makes no more calls; from any thread."""
         frame, deadline = _note(Notice(failed=why, witnessed=True)), time.monotonic() + _TELLING
-        with suppress(RuntimeError):  # a connection is closed
-            for work in [self._gloo.send([frame], m, 0) for m in self._others if self._gloo]:
+        under_way = []
+        for m in self._others:
+            with suppress(RuntimeError):  # its connection is closed
+                under_way.append(self._across.send(frame, m))
+        for work in under_way:
+            with suppress(RuntimeError):
                 _end(work, deadline)
 
     def finish(self, fails: bool) -> None:
@@ -267,13 +271,13 @@ class RollCall:
         """Begin to send machines their frames."""
         for m, frame in frames:
             try:
-                self._under_way.append((m, self._gloo.send([frame], m, 0)))
+                self._under_way.append((m, self._across.send(frame, m)))
             except RuntimeError as error:
                 self._lose(m, error)
 
     def _begin(self, m: int) -> Any:
         """Begin to receive a machine's next frame. Raises RuntimeError."""
-        return self._gloo.recv([self._frames[1 - self._turn[m]][m]], m, 0)
+        return self._across.recv(self._frames[1 - self._turn[m]][m], m)
 
     def _head(self, m: int) -> Any:
         """The word of a machine's last frame, and what the frame is."""
@@ -324,7 +328,7 @@ class RollCall:
         self._under_way.clear()
         self._reminders.clear()
         self._begun.clear()
-        self._gloo = None
+        self._across.close()
 
 
 def _end(work: Any, deadline: float) -> None:

@@ -28,6 +28,7 @@ from linkweave.collectives.cluster.calls import ClusterCalls
 from linkweave.collectives.cluster.cluster_map import AT_ONCE
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.gloo import Across
+from linkweave.collectives.cluster.roll_call import RollCall
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.settings import Settings
 
@@ -183,6 +184,35 @@ def test_a_part_made_while_closing_is_closed(comm: ClusterCommunicator) -> None:
     part.before_close(lambda: made.append(part.split()))
     part.close()
     assert made[0].closed
+
+
+@across((1, 1), (2, 1), timeout=1)
+def test_a_call_that_another_threads_close_overtakes_says_so(
+    comm: ClusterCommunicator, tmp_path: Path
+) -> None:
+    """Whether it waits for its own machine or for another one."""
+    ended = tmp_path / "ended"
+    if comm.rank:
+        while not ended.exists():
+            time.sleep(0.01)
+        return
+    said: list[str] = []
+
+    def call() -> None:
+        try:
+            comm.allreduce(np.ones(5))
+        except CollectiveError as error:
+            said.append(str(error))
+        finally:
+            ended.touch()
+
+    calling = threading.Thread(target=call)
+    calling.start()
+    while calling.is_alive() and not comm._calls._asked.startswith("allreduce"):
+        time.sleep(0.01)
+    comm.close()
+    calling.join()
+    assert said == ["this communicator is closed"]
 
 
 def sparse(comm: ClusterCommunicator) -> None:
@@ -419,6 +449,25 @@ def test_an_abort_ends_the_own_machine_in_any_case() -> None:
     assert said == [RAISED, "closed"] and calls.ended
     calls.abort(RAISED)  # the others have been told, or cannot be
     assert said == [RAISED, "closed"] * 2
+
+
+def test_who_leaves_tells_every_machine_that_it_reaches() -> None:
+    told: list[int] = []
+
+    def send(frame: Any, machine: int) -> Any:
+        if machine == 1:
+            raise RuntimeError("its connection is closed")
+        told.append(machine)
+
+        def wait(timeout: Any) -> None:
+            raise RuntimeError("timed out")
+
+        return SimpleNamespace(wait=wait)
+
+    roll: Any = object.__new__(RollCall)
+    roll._others, roll._across = [1, 2, 3], SimpleNamespace(send=send)
+    roll.leave("rank 0 raised an exception")
+    assert told == [2, 3]
 
 
 def test_ranks_of_another_version_are_told() -> None:
