@@ -113,7 +113,7 @@ def across(*machines: Sequence[int], **settings: Any) -> Callable[[Any], Any]:
         def run(given: dict[str, Any], values: dict[str, Any]) -> None:
             sizes = given["machines"]
             found = on_machines(sizes, lambda comm: body(comm, **values), **settings)
-            assert found == [None] * sum(sizes)
+            assert found == [None] * sum(sizes), found
 
         test = as_test(body, run, "machines")
         return pytest.mark.parametrize("machines", machines)(test) if machines else test

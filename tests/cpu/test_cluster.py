@@ -536,6 +536,51 @@ def test_calls_that_differ_are_refused_everywhere(comm: ClusterCommunicator) -> 
     assert ("rank 2: " in said[2]) == (comm.rank != 2) and "not builtins.str" in said[2]
 
 
+@across((1, 2), (2, 1, 1), (1, 1, 1))
+def test_long_calls_that_differ_leave_no_message_and_no_input_behind(
+    comm: ClusterCommunicator,
+) -> None:
+    """Messages of a call begin before ranks have compared it."""
+    size, rank = comm.size, comm.rank
+    width, root = 3 << 18, 1  # of 3 MiB, which do not go along with the comparison
+    calls: dict[str, Any] = {
+        "alltoall": lambda x, out: comm.alltoall(x, out),
+        "in place": lambda x, out: comm.alltoall(x, x),
+        "allgather": lambda x, out: comm.allgather(x[0], out=out),
+        "gather": lambda x, out: comm.gather(x[0], root, out=out if rank == root else None),
+        "scatter": lambda x, out: comm.scatter(x if rank == root else None, root, out=out[:1]),
+    }
+    kept_ones = 0  # messages that nobody receives
+    for name, call in calls.items():
+        x = np.arange(size * width, dtype=np.float32).reshape(size, width) + rank
+        before, out = x.copy(), np.zeros_like(x)
+        of = slice(rank == size - 1, None)  # the last rank's call is of fewer elements
+        with pytest.raises(CollectiveError, match="calls differ: "):
+            call(x[:, of].copy() if rank == size - 1 else x, out[:, of].copy())
+        assert (x == before).all(), name
+        with pytest.raises(CollectiveError, match="builtins.str"):
+            call("x" if rank == 1 else x, out)
+        kept_ones += 0 if name == "in place" else 2 - (rank == 1)
+        assert len(comm._calls._begun) == kept_ones, name
+        x += 1  # the same call once more, with other values
+        mine = x.copy()
+        call(x, out)
+        if name in ("alltoall", "in place"):
+            got, right = (
+                x if name == "in place" else out,
+                [mine[rank] + r - rank for r in range(size)],
+            )
+        elif name == "scatter":
+            got, right = out[:1], [mine[rank] - rank + root]
+        else:
+            got = out[: size * (rank == root or name == "allgather")]
+            right = [mine[0] + r - rank for r in range(len(got))]
+        assert len(got) == len(right)
+        assert all((row == of).all() for row, of in zip(got, right, strict=True)), name
+    comm.allreduce(y := np.ones(2))
+    assert (y == size).all()
+
+
 @across((2, 2), (1, 1, 1))
 def test_an_argument_that_is_refused_ends_allreduces_that_are_not_compared(
     comm: ClusterCommunicator,
