@@ -33,18 +33,13 @@ from linkweave.bench.peers import (
 from linkweave.bench.timing import machine, schedule
 from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.planning.planner import choose, predict
-from linkweave.collectives.runtime.cpu.cores import round_trip_ns
+from linkweave.collectives.runtime.cpu.cores import past_caches
 from linkweave.topology import Topology
 
 Library = tuple[str, tuple[Any, Any], Callable[[], Any], bool]
 """Name, (input, output), call, and whether under SCHED_BATCH."""
 LEGEND = ""
 BUDGET_BYTES = 1 << 28  # that are moved in one round, in 2 to 20 iterations
-
-
-NEAR_NS = 350
-"""Round trips of a flag below it are told as near: some 120 to 180 ns within a part of an EPYC that
-shares a cache, 600 between two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,7 @@ class Row:
         return (
             f"{self.collective:14}{self.size:11}  {self.library[:16]:16}{self.time_us:10.1f}"
             f"{self.algbw:8.2f}{self.busbw:8.2f}{self.wrong:8}{ratio}{model}  "
-            f"{self.state.split(',')[0]}"
+            f"{self.state}"
         )
 
 
@@ -211,17 +206,16 @@ def _measured(
             comm.barrier()
         states += [_state(comm)] if on_cpu else []
     timed_only = {name: rounds[1:] for name, rounds in found.items()}
-    told = [ns for ns in states if ns is not None]
+    told = [past for past in states if past is not None]
     return _rows(kind, size, settings, timed_only, wrong, told, peer) if comm.rank == 0 else []
 
 
-def _state(comm: Any) -> float | None:
-    """A flag's round trip between the first two cores in ns, on rank 0; None if it cannot be
+def _state(comm: Any) -> bool | None:
+    """Whether blocks pass between cores sooner past the caches, on rank 0; None if that cannot be
     measured."""
-    first, second = ([*sorted(os.sched_getaffinity(0))] * 2)[:2]
-    ns = round_trip_ns(first, second) if comm.rank == 0 else None
+    past = past_caches(os.getpid(), os.getpid()) if comm.rank == 0 else None
     comm.barrier()
-    return ns
+    return past
 
 
 def _wrong(comm: Any, result: Any, want: Any) -> int:
@@ -258,10 +252,9 @@ def torch_rank(
 
 def _rows(
     kind: str, size: int, settings: Settings, found: dict[str, list[list[float]]],
-    wrong: dict[str, int], states: list[float], peer: str = "gloo",
+    wrong: dict[str, int], states: list[bool], peer: str = "gloo",
 ) -> list[Row]:  # fmt: skip
-    near = sum(ns < NEAR_NS for ns in states)
-    state = f"near {near}/{len(states)}, {np.median(states):.0f} ns" if states else ""
+    state = f"past {sum(states)}/{len(states)}" if states else ""
     # the model of a GPU machine says nothing about CPU ranks
     model = None
     if isinstance(settings.topology, Topology) and settings.topology.on_memory:
@@ -333,7 +326,6 @@ def header(settings: Settings) -> str:
         "# the rounds' ratios to gloo, under SCHED_BATCH or the default policy, whichever was",
         "# faster; model: predicted, with its error; linkweave empty: tensors of comm.empty, in",
         "# memory that all ranks share",
-        "# near 4/7: in 4 of 7 checks the first two cores shared a close cache (a flag went there",
-        f"# and back in less than {NEAR_NS} ns)",
+        "# past 4/7: in 4 of 7 checks 512 KiB passed between cores sooner past the caches",
         _COLUMNS.format("x gloo"),
     ])  # fmt: skip

@@ -165,7 +165,9 @@ def words(notice: Sequence[int]) -> str:
     kind, op, dtype, count, root, algorithm, settings, parts, device, order, *rest = notice
     _, piece, offset = rest
     asked = KINDS[kind]
-    how = NAMES[algorithm] if algorithm < len(NAMES) else f"own algorithm {algorithm:08x}"
+    how = f"own {'plan' if algorithm & _PLAN else 'algorithm'} of checksum {algorithm % _FUNCTION:08x}"
+    if algorithm < len(NAMES):
+        how = NAMES[algorithm]
     if asked == "refused":
         asked = "refused its arguments"
     if asked == "exchange":
@@ -176,7 +178,7 @@ def words(notice: Sequence[int]) -> str:
         roots = {"none": [], "rank": [f"root {root}"], "pairs": [f"pairs of checksum {root:08x}"]}
         asked += f"({', '.join([*what, *roots[collective.root]])})"
     if parts:
-        asked += f" in parts whose sizes have the checksum {parts:08x}"
+        asked += f" in {parts_words(parts)}"
     if settings:
         asked += f" with settings of checksum {settings:08x}"
     if order:
@@ -184,6 +186,10 @@ def words(notice: Sequence[int]) -> str:
     if piece >= 0:
         asked += (f" at {offset}" if offset >= 0 else "") + f" in shared memory {piece}"
     return asked + (" on the GPU" if DEVICES[device] == "gpu" else "")
+
+
+def parts_words(parts: int) -> str:
+    return f"parts whose sizes have the checksum {parts:08x}"
 
 
 def difference(call: int, notices: Sequence[Sequence[int]], refusals: dict[int, str]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from linkweave.collectives.calls.request import Request, values
+from linkweave.collectives.calls.request import Request, parts_words, values
 from linkweave.collectives.cluster.cluster_map import AT_ONCE, gathers_too_much, goes_along
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import combined, undivided
@@ -172,7 +172,7 @@ def _asked(request: Request) -> str:
     if request.layers is not None:
         words.append(f"layers {[n // buffer.itemsize for n in request.layers]}")
     if request.parts:
-        words.append(f"parts whose sizes have the checksum {request.parts:08x}")
+        words.append(parts_words(request.parts))
     return f"{kind}({', '.join(words)})"
 
 

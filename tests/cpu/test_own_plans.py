@@ -93,7 +93,7 @@ def wrong_ones(rank: int) -> list[str]:
 def test_wrong_plans_are_refused_on_every_rank() -> None:
     first, second = collectives.spawn(wrong_ones, 2)
     assert first[0] == second[0] and "PlanError" not in first[0] and first[0]
-    assert "own algorithm" in first[1] and first[1] == second[1]
+    assert "own plan of checksum " in first[1] and first[1] == second[1]
     assert "a Plan is needed, not str" in first[2]
     assert "run carries out allreduce, broadcast, reduce, not plans of allgather" in first[3]
     assert "the plan is for 3 ranks; there are 2" in first[4]

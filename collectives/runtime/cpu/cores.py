@@ -11,26 +11,9 @@ import numpy as np
 from linkweave.kernels.plan.turns import turns
 
 BLOCK = 512 << 10  # bytes: several slots, as a longer message has under way
-_BURSTS = 4
-_FLAGS, _BLOCKS = 400, 4  # in a burst
+_BURSTS, _ROUNDS = 4, 4
 _LOOKS = 500_000  # at a flag, some ms: a thread may have to wait for the interpreter
 _PATIENCE = 0.02  # s of a measurement where the cores are busy
-
-
-def round_trip_ns(one: int, other: int) -> float | None:
-    """The round trip of a flag between two cores, in ns. 0 if they are one; else and where it
-    cannot be measured as `pass_s`."""
-    if one == other:
-        return 0.0
-    found = _shortest_s(one, other, 0, False, _FLAGS)
-    return None if found is None else found * 1e9
-
-
-def pass_s(one: int, other: int, past: bool) -> float | None:
-    """Seconds in which a block of 512 KiB gets from one core to another, which copies it on, and a
-    flag back: the shortest of 4 bursts. Both copy it `past` the caches, by non-temporal stores, or
-    through them. None if this process may not run there, gets no time there, or is about to end."""
-    return _shortest_s(one, other, BLOCK, past, _BLOCKS)
 
 
 def past_caches(first: int, last: int) -> bool | None:
@@ -47,25 +30,27 @@ def past_caches(first: int, last: int) -> bool | None:
     return None if through is None or past is None else past < through
 
 
-def _shortest_s(one: int, other: int, nbytes: int, past: bool, rounds: int) -> float | None:
-    """Seconds of a round, of the shortest burst."""
+def pass_s(one: int, other: int, past: bool) -> float | None:
+    """Seconds in which a block of 512 KiB gets from one core to another, which copies it on, and a
+    flag back: the shortest of 4 bursts. Both copy it `past` the caches, by non-temporal stores, or
+    through them. None if this process may not run there, gets no time there, or is about to end."""
     flags = np.zeros(32, np.int64)  # used are two, 128 bytes apart
     mine, theirs = int(flags.ctypes.data), int(flags.ctypes.data) + 128
-    blocks = np.zeros((3, nbytes), np.uint8)  # the first core's, one that both use, the second's
+    blocks = np.zeros((3, BLOCK), np.uint8)  # the first core's, one that both use, the second's
     own, shared, got = (int(block.ctypes.data) for block in blocks)
-    at = ((mine, theirs, shared, own, nbytes, past, True),
-          (theirs, mine, got, shared, nbytes, past, False))  # fmt: skip
+    at = ((mine, theirs, shared, own, BLOCK, past, True),
+          (theirs, mine, got, shared, BLOCK, past, False))  # fmt: skip
 
     def best_s(side: int) -> float:
         os.sched_setaffinity(0, {(one, other)[side]})  # of this thread
         turns(*at[side], 0, 0, 0, False)  # loads its machine code, or compiles it
         best, until = float("inf"), time.perf_counter() + _PATIENCE
-        for base in range(0, _BURSTS * (rounds + 1), rounds + 1):
+        for base in range(0, _BURSTS * (_ROUNDS + 1), _ROUNDS + 1):
             while not turns(*at[side], base, 1, _LOOKS, False):  # both are there
                 if time.perf_counter() > until:
                     return best
             start = time.perf_counter()
-            if turns(*at[side], base + 1, rounds, _LOOKS, False):
+            if turns(*at[side], base + 1, _ROUNDS, _LOOKS, False):
                 best = min(best, time.perf_counter() - start)
         return best
 
@@ -74,4 +59,4 @@ def _shortest_s(one: int, other: int, nbytes: int, past: bool, rounds: int) -> f
             found, _ = threads.map(best_s, (0, 1))
     except (OSError, RuntimeError):  # no such core; threads can no longer be started
         return None
-    return found / rounds if np.isfinite(found) else None
+    return found / _ROUNDS if np.isfinite(found) else None

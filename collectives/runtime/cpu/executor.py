@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
-from linkweave.collectives.planning.collective import COLLECTIVES
+from linkweave.collectives.planning.collective import COLLECTIVES, Layout
 from linkweave.collectives.planning.layout import Staging, chunk_bytes
 from linkweave.collectives.planning.simulate import MEMORY_CHUNK
 from linkweave.collectives.runtime.buffer import Buffer
@@ -177,10 +177,10 @@ class CpuExecutor:
         state[kernel.DIVISOR] = self.size
         state[kernel.LARGE] = buffer.nbytes >= NONTEMPORAL_BYTES
         state[kernel.PAST] = self.arena.past_address
-        copies = not COLLECTIVES[encoded.collective].combines
-        # copies of the whole message, of which the ranks of a gather or a scatter have only rows
-        count = 1 if encoded.collective in ("gather", "scatter") else self.size
-        state[kernel.HUGE] = copies and count * buffer.nbytes >= HUGE_BYTES
+        collective = COLLECTIVES[encoded.collective]
+        rooted = collective.layout is Layout.PER_RANK and collective.root == "rank"
+        nbytes = (1 if rooted else self.size) * buffer.nbytes  # rooted: other ranks have only rows
+        state[kernel.HUGE] = not collective.combines and nbytes >= HUGE_BYTES
         state[kernel.ABORT], state[kernel.BELL] = self.arena.abort_address, control.bell
         state[kernel.BASE], state[kernel.RANK] = self.arena.base, self.rank
         state[kernel.POSTED], state[kernel.FINISHED] = control.posted, control.finished
