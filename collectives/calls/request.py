@@ -165,9 +165,11 @@ def words(notice: Sequence[int]) -> str:
     kind, op, dtype, count, root, algorithm, settings, parts, device, order, *rest = notice
     _, piece, offset = rest
     asked = KINDS[kind]
-    how = f"own {'plan' if algorithm & _PLAN else 'algorithm'} of checksum {algorithm % _FUNCTION:08x}"
     if algorithm < len(NAMES):
         how = NAMES[algorithm]
+    else:
+        own = "plan" if algorithm & _PLAN else "algorithm"
+        how = f"own {own} of checksum {algorithm % _FUNCTION:08x}"
     if asked == "refused":
         asked = "refused its arguments"
     if asked == "exchange":
