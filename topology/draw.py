@@ -130,6 +130,7 @@ def _figure(
         picture.shares(drawn)
     elif plan is not None:
         picture.parts(drawn)
+    picture.arcs(drawn)
     picture.vertices()
     figure.set_size_inches(picture.finish(title))
     return figure
@@ -274,6 +275,14 @@ class _Picture:
         for n in sorted({min(uses.values()), most}):
             self.ax.plot([], [], color=_PARTS[0], linewidth=0.5 + 2 * n / most,
                          label=f"used by {n} of the {len(parts)} {kind}s")  # fmt: skip
+
+    def arcs(self, parts: Sequence[Part]) -> None:
+        """Say what arcs stand for, if what they show passes through switches."""
+        ways = [self.topology.hops.get(leg, ())
+                for part in parts for arrow in part.arrows for leg in pairwise(arrow)]  # fmt: skip
+        if any(len(way) > 2 and not self.layout.passed.intersection(way) for way in ways):
+            label = "arcs: who sends to whom; it goes over switches"
+            self.ax.plot([], [], color=_PARTS[0], linewidth=1.8, label=label)
 
     def beside(self, a: int, b: int) -> int:
         """The number of lines that join two GPUs side by side; 1 if there is no link."""

@@ -85,6 +85,14 @@ def test_dashed_exactly_where_the_plan_detours(name: str, algorithm: str, tmp_pa
     assert {(min(a, b), via, max(a, b)) for a, b, via in drawn} == set(detours)
 
 
+@pytest.mark.parametrize(
+    ("name", "arcs"), [("pcie-8", True), ("dgx-h100", True), ("dgx1-v100", False), ("ring-4", False)]
+)
+def test_arcs_are_said_to_go_over_switches(name: str, arcs: bool, tmp_path: Path) -> None:
+    found = texts(svg(tmp_path, load(name), "ring"))
+    assert ("arcs: who sends to whom; it goes over switches" in found) == arcs
+
+
 def test_paper_detours_belong_to_their_trees(tmp_path: Path) -> None:
     picture = svg(tmp_path, load("dgx1-v100"), "ccube_dgx1")
     found = texts(picture)
