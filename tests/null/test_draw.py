@@ -86,7 +86,8 @@ def test_dashed_exactly_where_the_plan_detours(name: str, algorithm: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "arcs"), [("pcie-8", True), ("dgx-h100", True), ("dgx1-v100", False), ("ring-4", False)]
+    ("name", "arcs"),
+    [("pcie-8", True), ("dgx-h100", True), ("dgx1-v100", False), ("ring-4", False)],
 )
 def test_arcs_are_said_to_go_over_switches(name: str, arcs: bool, tmp_path: Path) -> None:
     found = texts(svg(tmp_path, load(name), "ring"))
