@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DETOURS = 4  # that the legend names one by one
+_NAMED = 4  # so does it rings and phases
 _MANY = 3  # more links than this side by side become one line and a number
 _FAINT = "#d4d7dd"  # physical links beneath the arrows of a plan
 _BOX = "#f6f0e0"
@@ -199,12 +200,15 @@ class _Picture:
 
     def links(self, faint: bool) -> None:
         thick = 1.6 if not faint or len(self.drawn) > 80 else 4.5
+        marked = any(link.count > _MANY for link in self.drawn)
         for there, back in cables(self.drawn):
             n, (one, several) = there.count, KINDS[there.kind]
             lines = n if n <= _MANY else 1
             what = f"a line marked x{n}: {n} {several} of" if n > lines else f"one line: one {one},"
             label = f"{what} {there.bandwidth / 1e9:g} GB/s {'each way' if back else 'one way'}"
             label += " (speed assumed)" * there.assumed
+            if faint and n <= lines:  # all are of one colour
+                label = "grey: the machine's other links" if marked else "grey: the machine's links"
             style: dict[str, Any] = {"color": _FAINT if faint else _COLORS[there.kind]}
             style["linewidth"] = thick + (n > lines)
             for i in range(lines):
@@ -248,8 +252,12 @@ class _Picture:
                          f"depth {part.depth}")  # fmt: skip
                 self.circle(part.root, size, facecolor="none", edgecolor=color, linewidth=2.5,
                             zorder=4, label=label)  # fmt: skip
-            elif len(parts) > 1:
+            elif 1 < len(parts) <= _NAMED:
                 self.ax.plot([], [], color=color, label=part.name)
+            elif len(parts) > _NAMED:
+                kind = part.name.split()[0]
+                label = f"each colour: one of the {len(parts)} {kind}s"
+                self.ax.plot([], [], color=color, label=label)
         for one in every:
             arrow, i = one
             style: dict[str, Any] = {"color": _PARTS[i], "linewidth": 1.8, "zorder": 3}
