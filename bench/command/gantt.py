@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from linkweave.collectives.overlap import Schedule, StepTimeline
+from linkweave.collectives.overlap import Communication, MeasuredStep, Schedule, StepTimeline
 from linkweave.collectives.overlap.timeline import Interval
 from linkweave.topology.text import counted
+
+OTHER = -1
+"""In place of a layer's number: what is no layer's."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,9 @@ class Chart:
     def case(self) -> str:
         profile, network = self.schedule.profile, self.schedule.network
         made = " (synthetic times)" if profile.synthetic else ""
-        what = dict.fromkeys((profile.name + made, network.name))  # both may be "measured"
+        what = dict.fromkeys((profile.name + made, network.name))
+        if [*what] == ["measured"]:
+            what = {"layers and network as measured": None}
         words = f"{', '.join(what)}, {network.workers} workers"
         return f"{words}; {self.about}" if self.about else words
 
@@ -55,10 +60,18 @@ def measured(schedule: Schedule, timeline: StepTimeline, name: str = "measured")
     return Chart(name, schedule, timeline, f"{error:+.1%} from the prediction")
 
 
+def of_step(step: MeasuredStep) -> list[Chart]:
+    """A step as predicted and as measured."""
+    about = "" if step.schedule.chained else "the predicted forward pass contains the update"
+    charts = [predicted(step.schedule, "predicted"), measured(step.schedule, step.timeline)]
+    return [replace(chart, about=about) for chart in charts]
+
+
 def draw(charts: Sequence[Chart], path: Path) -> None:
     """Draw the charts, one below the other, into a PNG file.
 
-    Each has rows for the backward pass, its lanes and the forward pass; colours tell layers apart.
+    Each has rows for the backward pass, its lanes and the forward pass; colours tell layers apart,
+    and what neither a pass nor communication takes is grey.
     A step that takes more than twice the median time is cut off.
     """
     import matplotlib
@@ -85,7 +98,8 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
         for row, bars in enumerate(_bars(chart)):
             axis.broken_barh(
                 [(start * 1e3, width * 1e3) for start, width, _ in bars], (row - 0.4, 0.8),
-                facecolors=[colours(scale(layer)) for _, _, layer in bars], edgecolor="none",
+                facecolors=["0.8" if layer == OTHER else colours(scale(layer))
+                            for _, _, layer in bars], edgecolor="none",
             )  # fmt: skip
         sends = chart.schedule.communications
         for c, (start, _) in zip(sends, chart.timeline.sends, strict=True):
@@ -105,6 +119,8 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
         matplotlib.cm.ScalarMappable(scale, colours), ax=list(axes[:, 0]), fraction=0.02, pad=0.01,
         ticks=MaxNLocator(integer=True),
     )  # fmt: skip
+    layers = [layer.name for layer in first.profile.layers]
+    bar.ax.yaxis.set_major_formatter(lambda at, _: layers[min(round(at), len(layers) - 1)])
     bar.set_label("layer, first to last", fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -116,12 +132,27 @@ def _bars(chart: Chart) -> list[list[tuple[float, float, int]]]:
     bars: list[list[tuple[float, float, int]]] = [[] for _ in range(2 + chart.schedule.lanes)]
     for row, spans in ((0, line.backward), (-1, line.forward)):
         bars[row] = [(start, end - start, layer) for layer, (start, end) in enumerate(spans)]
+    if (other := _other(line)) is not None:
+        bars[-1].append((other[0], other[1] - other[0], OTHER))
     for c, (start, end) in zip(sends, line.sends, strict=True):
-        at, pace = start, (end - start) / c.nbytes
-        for piece in c.pieces:
-            bars[1 + c.lane].append((at, pace * piece.nbytes, piece.layer))
-            at += pace * piece.nbytes
+        bars[1 + c.lane] += [(at, to - at, layer) for at, to, layer in _pieces(c, start, end)]
     return bars
+
+
+def _pieces(c: Communication, start: float, end: float) -> list[tuple[float, float, int]]:
+    """(start, end, layer) of a communication's pieces, whose times are as their bytes."""
+    found, at, pace = [], start, (end - start) / c.nbytes
+    for piece in c.pieces:
+        found.append((at, at + pace * piece.nbytes, piece.layer))
+        at += pace * piece.nbytes
+    return found
+
+
+def _other(line: StepTimeline) -> Interval | None:
+    """The time before the forward pass that neither the backward pass nor communication takes."""
+    end = min(start for start, _ in line.forward)
+    start = max(min(stop, end) for at, stop in (*line.backward, *line.sends) if at < end)
+    return (start, end) if end - start > 1e-3 * line.seconds else None
 
 
 def as_data(charts: Sequence[Chart]) -> dict[str, Any]:
@@ -145,7 +176,11 @@ def as_data(charts: Sequence[Chart]) -> dict[str, Any]:
                 f"{c.kind} {number} of {those}: {c.nbytes / 1e3:,.0f} kB, its gradients ready at "
                 f"{max(line.backward[layer][1] for layer in layers) * 1e3:.2f} ms"
             )
-            rows[1 + c.lane].append((_us(start), _us(end), layers[0], words))
+            rows[1 + c.lane] += [
+                (_us(at), _us(to), layer, words) for at, to, layer in _pieces(c, start, end)
+            ]
+        if (other := _other(line)) is not None:
+            rows[-1].append((_us(other[0]), _us(other[1]), OTHER, "update and the loop's own"))
         found.append({
             "title": chart.title, "name": chart.name, "case": chart.case, "us": _us(line.seconds),
             "bound": _us(chart.schedule.lower_bound_seconds),

@@ -60,10 +60,7 @@ def train_trace(
     options.writable(png=png, trace=trace)
     with options.naming(step):
         found = overlap.MeasuredStep.from_json(read(str(step)))
-    charts = [
-        gantt.predicted(found.schedule, "predicted"),
-        gantt.measured(found.schedule, found.timeline),
-    ]
+    charts = gantt.of_step(found)
     if as_json:
         print(json.dumps({
             "policy": found.schedule.policy, "seconds": found.timeline.seconds,

@@ -102,8 +102,7 @@ def _step(given: str) -> list[gantt.Chart] | None:
         return None
     with options.naming(path):
         found = overlap.MeasuredStep.from_json(text)
-    return [gantt.predicted(found.schedule, "predicted"),
-            gantt.measured(found.schedule, found.timeline)]  # fmt: skip
+    return gantt.of_step(found)
 
 
 def about(machine: Topology) -> str:

@@ -13,21 +13,22 @@ PIECE = 8 << 20
 """Bytes of the pieces that are on the network and in memory at once."""
 
 ALONG, MOST = 512 << 10, 2 << 20
-"""Bytes that go along to a machine, and to all of them, when they compare a call; of a broadcast,
-and of a machine's share of an all-reduce, a quarter. For several ranks the first one sends all."""
+"""Bytes that go along to a machine, and to all of them, when they compare a call. For several ranks
+the first one sends all. A quarter goes along of what costs more than to send it: the same bytes for
+all machines (a broadcast, a share of an all-reduce), or others for each rank (an all-to-all)."""
 
 ALONG_ALONE, MOST_ALONE = 2 << 20, 16 << 20
-"""The same where each machine has one rank, but for a broadcast and an all-reduce."""
+"""The same where each machine has one rank, but for what a quarter goes along of."""
 
 AT_ONCE = 64 << 10
 """Bytes to all machines up to which each gets all values, and combines them itself."""
 
 
-def goes_along(nbytes: float, machines: int, most: int, same: bool = False) -> bool:
+def goes_along(nbytes: float, machines: int, most: int, quarter: bool = False) -> bool:
     """Whether a comparison of so many machines, with up to `most` ranks each, takes so many bytes
-    along to each. `same`: all machines get the same bytes."""
-    to_one, to_all = _limits(most == 1 and not same)
-    counted = 4 * nbytes if same else nbytes
+    along to each; or at most a `quarter` of what else goes along."""
+    to_one, to_all = _limits(most == 1 and not quarter)
+    counted = 4 * nbytes if quarter else nbytes
     return 0 < counted <= to_one and counted * (machines - 1) <= to_all
 
 
@@ -40,11 +41,6 @@ def most_along(machines: int, most: int) -> int:
 
 def _limits(alone: bool) -> tuple[int, int]:
     return (ALONG_ALONE, MOST_ALONE) if alone else (ALONG, MOST)
-
-
-def gathers_too_much(most: int, nbytes: int) -> bool:
-    """Whether `most` ranks, of up to so many bytes each, are too much for the first to gather."""
-    return most > 1 and most * nbytes > MOST
 
 
 @dataclass(frozen=True)
@@ -95,8 +91,7 @@ class ClusterMap:
             frame, leaves = nbytes, nbytes * others.bit_length()
         else:
             frame, leaves = share, share * others
-        too_much = kind == "alltoall" and gathers_too_much(most, nbytes)
-        if goes_along(frame, count, most, kind == "broadcast") and not too_much:
+        if goes_along(frame, count, most, kind in ("broadcast", "alltoall")):
             if kind in ("broadcast", "gather", "scatter"):
                 start /= 2
             return start + pace * frame * others + memory.seconds_per_byte * share

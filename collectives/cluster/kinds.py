@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from linkweave.collectives.calls.request import Request, parts_words, values
-from linkweave.collectives.cluster.cluster_map import AT_ONCE, gathers_too_much, goes_along
+from linkweave.collectives.cluster.cluster_map import AT_ONCE, goes_along
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import combined, undivided
 from linkweave.collectives.cluster.machines import Machines
@@ -243,7 +243,7 @@ def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> Cluste
         if links.rank != root:
             given[:] = came[at]
 
-    if goes_along(x.nbytes, count, links.machines.most, same=True):
+    if goes_along(x.nbytes, count, links.machines.most, quarter=True):
         lengths = [x.nbytes * (m == at) for m in range(count)]
         along = Along(given, lengths, finish, part, of_first=local == 0)
     body = lambda: links.pieces.broadcast(x.view(torch.uint8), root)  # noqa: E731
@@ -356,8 +356,7 @@ def _alltoall(links: Connections, request: Request, x: Any, out: Any) -> Cluster
     x, out, rank = x.view(torch.uint8), out.view(torch.uint8), links.rank
     ranks, mine = links.machines.ranks, links.mine
     sizes: Any = request.sizes or [[x.nbytes // links.size] * links.size] * links.size
-    longest = max(map(sum, sizes))
-    if not _exchanges_along(links.machines, sizes, request.sizes is None, longest):
+    if not _exchanges_along(links.machines, sizes, request.sizes is None):
         ahead = partial(links.rows.alltoall, x, out, sizes)
         if x.data_ptr() == out.data_ptr():  # a refused call leaves its input as it was
             return ClusterCall(_asked(request), lambda: exhaust(ahead()))
@@ -386,21 +385,19 @@ def _alltoall(links: Connections, request: Request, x: Any, out: Any) -> Cluster
             to = whole[got[source] : got[source + 1]]
             to[:] = came[m][start : start + to.size]
 
-    along = Along(_padded(_bytes(x), longest), lengths, finish, part)
+    along = Along(_padded(_bytes(x), max(map(sum, sizes))), lengths, finish, part)
     return ClusterCall(_asked(request), None, along)
 
 
-def _exchanges_along(machines: Machines, sizes: Any, even: bool, longest: int) -> bool:
+def _exchanges_along(machines: Machines, sizes: Any, even: bool) -> bool:
     """Whether an all-to-all goes along: by the most bytes that a machine sends to another one."""
-    if gathers_too_much(machines.most, longest):
-        return False
     frame = machines.most**2 * sizes[0][0]
     if not even:
         frame = max(
             sum(sizes[source][to] for source in ranks for to in others)
             for ranks in machines.ranks for others in machines.ranks
         )  # fmt: skip
-    return goes_along(frame, machines.count, machines.most)
+    return goes_along(frame, machines.count, machines.most, quarter=True)
 
 
 _KINDS: dict[str, Callable[[Connections, Request, Any, Any], ClusterCall]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,16 +25,20 @@ class MeasuredStep:
 
     def __str__(self) -> str:
         lines = [f"{self.schedule.policy}, ms{'predicted':>22}{'measured':>10}"]
-        update = " and update" * self.schedule.chained
-        for name, value in (
-            ("step", lambda line: line.seconds),
-            ("backward pass", lambda line: _total(line.backward)),
-            (f"forward pass{update}", lambda line: _total(line.forward)),
-            ("communication nothing hides", _exposed),
-            ("optimizer, the loop's own", lambda line: line.exposed_s - _exposed(line)),
-        ):
-            pair = value(self.schedule.timeline), value(self.timeline)
-            lines.append(f"{name:28}{pair[0] * 1e3:10.2f}{pair[1] * 1e3:10.2f}")
+
+        def row(name: str, value: Callable[[StepTimeline], float]) -> None:
+            lines.append(f"{name:28}")
+            for line in (self.schedule.timeline, self.timeline):
+                lines[-1] += f"{round(1e3 * value(line), 2) + 0.0:10.2f}"  # not -0.00
+
+        row("step", lambda line: line.seconds)
+        row("backward pass", lambda line: _total(line.backward))
+        row("communication nothing hides", _exposed)
+        if self.schedule.chained:
+            row("update and forward pass", lambda line: _total(line.forward))
+            row("the loop's own", _rest)
+        else:  # the predicted forward pass contains the update
+            row("update, loop, forward pass", lambda line: _rest(line) + _total(line.forward))
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -72,6 +77,11 @@ class MeasuredStep:
 
 def _exposed(line: StepTimeline) -> float:
     return line.communication_s - line.hidden_s
+
+
+def _rest(line: StepTimeline) -> float:
+    """What neither a pass nor communication takes."""
+    return line.exposed_s - _exposed(line)
 
 
 def _spans(rows: Any, count: int) -> tuple[Interval, ...]:

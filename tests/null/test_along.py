@@ -17,5 +17,5 @@ def test_what_goes_along_fits(machines: int, most: int) -> None:
     for nbytes in (*range(1, 5 << 20, 4093), room - 64, room):
         if goes_along(nbytes, machines, most):
             assert nbytes + ITEM <= room
-        assert not goes_along(nbytes, machines, most, same=True) or 4 * nbytes <= 512 << 10
+        assert not goes_along(nbytes, machines, most, quarter=True) or 4 * nbytes <= 512 << 10
     assert AT_ONCE // (machines - 1) <= room

@@ -219,7 +219,13 @@ def test_a_measured_step_has_a_page(tmp_path: Path) -> None:
     told = str(overlap.MeasuredStep(made, late)).splitlines()
     (line,) = (one for one in told if one.startswith("communication nothing hides"))
     assert line.split()[3] == line.split()[4]
-    assert told[-1].split()[-2:] == ["0.00", f"{1e3 * own:.2f}"]
+    passes = sum(end - start for start, end in made.timeline.forward)
+    assert told[-1].startswith("update, loop, forward pass ")  # as predicted passes have the update
+    assert told[-1].split()[-2:] == [f"{1e3 * s:.2f}" for s in (passes, passes + own)]
+    chained = overlap.plan(profile, overlap.Network(1e-4, 1e-9), "c-cube")
+    told = str(overlap.MeasuredStep(chained, chained.timeline)).splitlines()
+    assert [one.split()[0] for one in told[-2:]] == ["update", "the"]
+    assert told[-1].split()[-2:] == ["0.00", "0.00"]
     step.write_text(found.to_json())
     data = whole(tmp_path / "v.html", "view", str(step), "-o")
     assert data["views"] == [] and [c["name"] for c in data["steps"]["charts"]] == [
