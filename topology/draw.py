@@ -6,6 +6,7 @@ import cmath
 import io
 import math
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,7 +19,7 @@ from linkweave.topology.graph import KINDS, Link, Vertex
 from linkweave.topology.layout import RADIUS, Positions, bend_through, lay_out, lay_out_node
 from linkweave.topology.loading import load
 from linkweave.topology.parts import Arrow, Part, PlanLike, parts_of
-from linkweave.topology.text import cables, ranks
+from linkweave.topology.text import assumed, cables, ranks
 from linkweave.topology.topology import Topology
 
 if TYPE_CHECKING:
@@ -183,8 +184,9 @@ class _Picture:
         """Draw a line with a head at its end, or at both ends."""
         for way in (points, points[::-1])[: 1 + both]:
             body = [p for p in way if abs(p - way[-1]) >= 0.14]
-            side = 0.4j * (way[-1] - body[-1])
-            self.ax.fill(*_xy([way[-1], body[-1] + side, body[-1] - side]),
+            head = 0.14 * (way[-1] - body[-1]) / abs(way[-1] - body[-1])
+            base = way[-1] - head
+            self.ax.fill(*_xy([way[-1], base + 0.4j * head, base - 0.4j * head]),
                          color=style["color"], zorder=style["zorder"], linewidth=0)  # fmt: skip
         heads = [points[-1], points[0]][: 1 + both]
         body = [p for p in points if all(abs(p - head) >= 0.13 for head in heads)]
@@ -394,6 +396,8 @@ class _Picture:
     def finish(self, title: str) -> tuple[float, float]:
         self.ax.set(aspect="equal", frame_on=False, xticks=[], yticks=[])
         self.ax.set_title(title, fontsize=12, pad=12)
+        for told in assumed(self.topology):
+            self.ax.plot([], [], color="none", label=textwrap.fill(told, 90))
         handles, labels = self.ax.get_legend_handles_labels()
         keys = dict(zip(labels, handles, strict=True))  # each label once
         self.ax.legend(keys.values(), keys.keys(), loc="upper center", bbox_to_anchor=(0.5, 0),

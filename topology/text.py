@@ -56,9 +56,15 @@ def describe(topology: Graph) -> str:
         lines += matrix(topology)
     else:
         lines.append(f"(matrix left out: more than {WIDEST} GPUs)")
-    for told in topology.assumptions:
-        lines.append(told if told.startswith("measured: ") else f"assumed: {told}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *assumed(topology)])
+
+
+def assumed(topology: Graph) -> list[str]:
+    """What figures of a machine rest on that its source does not tell, or tells as measured."""
+    return [
+        told if told.startswith("measured: ") else f"assumed: {told}"
+        for told in topology.assumptions
+    ]
 
 
 def summary(topology: Graph) -> str:

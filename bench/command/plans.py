@@ -241,6 +241,8 @@ def summary(
     ) or "none"  # fmt: skip
     facts["chunks"] = f"{made.num_chunks} of {size_text(made.chunk_bytes(nbytes))} at most"
     facts["links"] = "exclusive" if made.exclusive else "; ".join(("shared", *made.notes))
+    if told := [text for text in machine.assumptions if not text.startswith("measured: ")]:
+        facts["assumed"] = "; ".join(told)
     return _facts(facts) + "\n--steps prints the steps of every rank"
 
 

@@ -18,7 +18,7 @@ from linkweave.collectives.overlap import Network, Profile, Schedule
 from linkweave.topology import Topology
 from linkweave.topology.checks import integer, number
 from linkweave.topology.speeds import compute_capability
-from linkweave.topology.text import ranks
+from linkweave.topology.text import assumed, ranks
 
 PEAKS = {
     60: (10.6, "P100", "FP32"), 70: (15.7, "V100", "FP32"), 80: (156.0, "A100", "TF32"),
@@ -69,10 +69,11 @@ def work_of(
 def _reached(machine: Topology) -> tuple[float, str]:
     found = {device.sm for device in machine.devices} or {_by_name(machine.name)}
     if len(found) > 1 or not (peak := PEAKS.get(next(iter(found)))):
-        named = "" if machine.on_memory else ", or --gpu, their model"
+        named = "" if machine.on_memory or any(found) else ", or --gpu, their model"
+        known = ", ".join(peak[1] for peak in PEAKS.values())
         raise CollectiveError(
-            f"how fast the {machine.noun}s of {machine.name} compute is not known: give --tflops, "
-            f"what training reaches on one of them{named}"
+            f"how fast the {machine.noun}s of {machine.name} compute is not known, only of "
+            f"{known}: give --tflops, what training reaches on one of them{named}"
         )
     tflops = REACHED * peak[0]
     return tflops, (
@@ -137,7 +138,7 @@ def predict(
             f"an all-reduce of all {work.profile.nbytes / 1e6:.1f} MB takes {whole * 1e3:.2f} ms, "
             f"{work.profile.nbytes / whole / 1e9:.1f} GB/s"
         )
-    words.append(speed(steps, work, found))
+    words += [speed(steps, work, found), *assumed(found)]
     schedules.tell(
         steps, "\n".join(filter(None, words)), png=png, trace=trace, as_json=as_json,
         batch=work.batch, all_reduce_seconds=whole,

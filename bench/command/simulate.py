@@ -19,6 +19,7 @@ from linkweave.collectives.planning.planner import candidates, choose
 from linkweave.collectives.planning.simulate import Timeline
 from linkweave.topology import Topology, bound
 from linkweave.topology.bounds import BOUNDED
+from linkweave.topology.text import assumed
 
 LEGEND = (
     "busiest link: share of the time in which it carries bytes; detours: connections over another "
@@ -109,7 +110,7 @@ def simulate(
           f"{r['first_chunk_us']:.1f}", f"{r['busiest_link']:.0%}", r["detours"],
           "" if r["exclusive"] else "shared") for r in rows],
     ))  # fmt: skip
-    print(LEGEND)
+    print("\n".join([LEGEND, *assumed(found)]))
     if collective == "allreduce" and not given and nvls.possible(found):
         switched = nvls.predict(found, nbytes)
         print(

@@ -23,6 +23,7 @@ from linkweave.bench.command.predict import POLICIES, network_of, work_of
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.topology import Topology
 from linkweave.topology.loading import read
+from linkweave.topology.text import assumed
 
 SIZES = "64K", "1M", "64M"
 
@@ -108,7 +109,8 @@ def _step(given: str) -> list[gantt.Chart] | None:
 def about(machine: Topology) -> str:
     words = repr(machine)[10:-1].partition(": ")[2]
     hidden = {k.kind for k in machine.links} - {k.kind for k in machine.fabric}
-    return f"{words} (only the fabric is drawn)" if hidden else words
+    words += " (only the fabric is drawn)" * bool(hidden)
+    return "; ".join([words, *assumed(machine)])
 
 
 def write(

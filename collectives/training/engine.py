@@ -23,7 +23,7 @@ from linkweave.collectives.training.hooks import Hook, at_end, compiling_by, in_
 from linkweave.collectives.training.joining import Roll
 from linkweave.collectives.training.lanes import Lanes, lanes_of
 from linkweave.collectives.training.layout import Layout, drop_gradients, frozen
-from linkweave.collectives.training.program import Moments, Program, at_once
+from linkweave.collectives.training.program import Moments, Program, after_backward
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.states import FINAL, TABLE, Event, State
 from linkweave.collectives.training.stepping import Gates, Stepper, fault_of_chaining
@@ -413,7 +413,7 @@ class Engine:
         self.exchange = self._exchange_of(self.gradients, self)
         self.moments.clock = clock_of(units[0].device)  # the model may have been moved
         self.transport.open(1)
-        self.program = at_once(self.gradients.slots, [unit.name for unit in units])
+        self.program = after_backward(self.gradients.slots, [unit.name for unit in units])
         self.lanes = self._lanes()
         self.units = tuple(units)
         for index, unit in enumerate(units):

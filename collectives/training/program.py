@@ -110,9 +110,10 @@ class Program:
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
 
     def __str__(self) -> str:
-        when = "and the next forward pass" if self.chained else "only"
+        where = "after" if self.policy == AFTER_BACKWARD else "beside"
+        also = " and the next forward pass" * self.chained
         many = sum(op.kind != ALL_GATHER for op in self.ops)
-        lines = [f"{self.policy}: {counted(many, 'all-reduce')} beside the backward pass {when}"]
+        lines = [f"{self.policy}: {counted(many, 'all-reduce')} {where} the backward pass{also}"]
         for number, op in enumerate(self.ops):
             after = f" after {', '.join(map(str, op.after))}" if op.after else ""
             how = f"  {op.kind}" if op.kind != ALL_REDUCE else "  streamed" * op.streamed
@@ -140,14 +141,14 @@ def program_of(schedule: Schedule, slots: Sequence[Slot], names: Sequence[str]) 
     return Program(schedule.policy, ops, tuple(names), schedule.chained)
 
 
-AT_ONCE = "at once"
+AFTER_BACKWARD = "after-backward"
 """The name of a schedule, and of its program, that is no policy's."""
 
 
-def at_once(slots: Sequence[Slot], names: Sequence[str]) -> Program:
+def after_backward(slots: Sequence[Slot], names: Sequence[str]) -> Program:
     """All gradients in one all-reduce after the backward pass."""
     pieces = tuple(Piece(unit, 0, slot.nbytes) for unit, slot in enumerate(slots))
-    return Program(AT_ONCE, _ops([Communication(pieces)], slots), tuple(names))
+    return Program(AFTER_BACKWARD, _ops([Communication(pieces)], slots), tuple(names))
 
 
 def _ops(communications: Sequence[Communication], slots: Sequence[Slot]) -> tuple[Op, ...]:

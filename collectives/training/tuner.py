@@ -33,7 +33,7 @@ from linkweave.collectives.overlap.measure import measured_pass, profile_of
 from linkweave.collectives.overlap.policies import NAMED
 from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.program import (
-    AT_ONCE,
+    AFTER_BACKWARD,
     Program,
     StepRecord,
     program_of,
@@ -130,7 +130,7 @@ class Tuner:
         """Measure, plan, measure, plan, try, and let the best be carried out."""
         records = yield from self._steps(MEASURED, 1 + WARM_UP)
         profile, network = self._measured(records)
-        usually = max(0.0, self._late(at_once(profile, network), records))
+        usually = max(0.0, self._late(after_backward(profile, network), records))
         self._adopt(self._planned(name, profile, network, 0.0, 1)[0])
         records = yield from self._steps(TRIED - 1, 1)
         profile = _beside(profile, self._slowest(_profile(self._engine, records)))
@@ -377,7 +377,7 @@ def finalists(
     if not chains:
         yield _best_unchained(profile, network, names)
     yield plan(profile, network, "ddp")
-    yield at_once(profile, network)
+    yield after_backward(profile, network)
 
 
 def _best_unchained(profile: Profile, network: Network, names: Sequence[str]) -> Schedule:
@@ -385,15 +385,13 @@ def _best_unchained(profile: Profile, network: Network, names: Sequence[str]) ->
     return min(made, key=lambda schedule: schedule.predicted_seconds)
 
 
-def at_once(profile: Profile, network: Network) -> Schedule:
+def after_backward(profile: Profile, network: Network) -> Schedule:
     """All gradients in one all-reduce after the backward pass."""
     every = whole(profile, tuple(range(len(profile.layers))))
-    return Schedule(AT_ONCE, profile, network, (every,))
+    return Schedule(AFTER_BACKWARD, profile, network, (every,))
 
 
 def _in_words(schedule: Schedule) -> str:
-    if schedule.policy == AT_ONCE:
-        return "one all-reduce after the backward pass"
     sent = counted(len(schedule.communications), "all-reduce")
     return f"{schedule.policy}{', chained' * schedule.chained}, {sent}"
 

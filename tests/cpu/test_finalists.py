@@ -37,7 +37,7 @@ def test_models_that_chain(network: Network) -> None:
     assert not apart.chained
     assert not any(c.streamed for c in apart.communications)
     assert ddp == overlap.plan(profile(), network, "ddp")
-    assert last == tuner.at_once(profile(), network)
+    assert last == tuner.after_backward(profile(), network)
     assert {one.network for one in (best, ddp, last)} == {network}
     assert few.network == apart.network == replace(network, overhead_s=few.network.overhead_s)
     assert "planned as if each all-reduce took" in few.note
@@ -62,6 +62,8 @@ def test_a_streamed_schedule_that_is_not_chained_is_all_at_once() -> None:
     assert [c.streamed for c in streamed.communications] == [True]
     assert tuner.sent(streamed) != tuner.sent(replace(streamed, chained=False))
     assert tuner.sent(replace(streamed, chained=False)) != tuner.sent(
-        tuner.at_once(profile(), SLOW)
+        tuner.after_backward(profile(), SLOW)
     )
-    assert tuner.sent(tuner.unchained(streamed)) == tuner.sent(tuner.at_once(profile(), SLOW))
+    assert tuner.sent(tuner.unchained(streamed)) == tuner.sent(
+        tuner.after_backward(profile(), SLOW)
+    )

@@ -15,7 +15,7 @@ from linkweave.collectives.overlap.communication import ALL_GATHER
 from linkweave.collectives.overlap.measure import Pass, profile_of
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.gradient_buffers import GradientBuffers, Slot, slots_of
-from linkweave.collectives.training.program import Op, Program, Span, at_once, program_of
+from linkweave.collectives.training.program import Op, Program, Span, after_backward, program_of
 from linkweave.collectives.training.tuner import unstreamed
 
 
@@ -153,10 +153,12 @@ def test_spans_of_neighbours_are_one_run_only_in_their_order() -> None:
     assert Op(0, (Span(1, 16, 48), Span(0, 0, 16)), streamed=True).runs == [(16, 48), (0, 16)]
 
 
-def test_at_once() -> None:
-    program = at_once([Slot(0, 0, 32), Slot(1, 0, 48), Slot(0, 32, 64)], "abc")
+def test_after_backward() -> None:
+    program = after_backward([Slot(0, 0, 32), Slot(1, 0, 48), Slot(0, 32, 64)], "abc")
     assert program.ops == (Op(0, (Span(0, 0, 32), Span(2, 32, 96))), Op(1, (Span(1, 0, 48),)))
     assert program.ops[0].runs == [(0, 96)]
+    first, *_ = str(program).splitlines()
+    assert first == "after-backward: 2 all-reduces after the backward pass"
 
 
 def test_a_schedule_for_another_model_is_refused() -> None:

@@ -44,7 +44,9 @@ def test_the_speed_is_that_of_the_gpus_or_given() -> None:
     assert slow.profile.forward_s / fast.profile.forward_s == pytest.approx(494.7 / 15.7)
     given = work_of("resnet50", topology.load("mesh-2"), 64, 6.28)
     assert given.profile.forward_s == pytest.approx(slow.profile.forward_s)
-    with pytest.raises(CollectiveError, match="the GPUs of mesh-2 compute is not known"):
+    with pytest.raises(
+        CollectiveError, match=r"the GPUs of mesh-2 compute is not known.* or --gpu"
+    ):
         work_of("resnet50", topology.load("mesh-2"))
 
 
@@ -60,3 +62,11 @@ def test_ranks_are_the_first_gpus() -> None:
     assert ranks_of(topology.load("dgx1-v100"), 3).gpus == (0, 1, 2)
     with pytest.raises(CollectiveError, match="--ranks must be an integer from 1 to 2, not 3"):
         ranks_of(topology.load("mesh-2"), 3)
+
+
+def test_a_gpu_of_unknown_speed_is_not_asked_for_its_model() -> None:
+    """It has been given."""
+    with pytest.raises(CollectiveError) as error:
+        work_of("resnet50", topology.load("pcie-2", gpu="rtx4090"))
+    assert "only of P100, V100, A100, H100, B200: give --tflops" in str(error.value)
+    assert "--gpu" not in str(error.value)

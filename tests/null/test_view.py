@@ -200,7 +200,12 @@ def test_steps_are_those_of_the_schedules(tmp_path: Path) -> None:
         line = made.timeline
         assert chart["us"] == pytest.approx(1e6 * line.seconds, abs=0.01)
         backward, *sends, forward = (row["bars"] for row in chart["rows"])
-        assert sum(map(len, sends)) == len(line.sends) == len(made.communications)
+        assert sum(map(len, sends)) == sum(len(c.pieces) for c in made.communications)
+        for bars, lane in zip(sends, range(made.lanes), strict=True):
+            those = [span for c, span in zip(made.communications, line.sends, strict=True)
+                     if c.lane == lane]  # fmt: skip
+            took = sum(end - start for start, end, *_ in bars)
+            assert took == pytest.approx(1e6 * sum(e - s for s, e in those), abs=0.02 * len(bars))
         for row, spans in ((backward, line.backward), (forward, line.forward)):
             want = sorted((1e6 * s, 1e6 * e) for s, e in spans)
             assert [bar[:2] for bar in row] == [pytest.approx(span, abs=0.01) for span in want]
