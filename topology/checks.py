@@ -85,7 +85,9 @@ def read_format(
     """Return an object of format `name`, version 1. Raises `error`, which begins with `where`."""
     data = parse_json(text, where, error)
     if not isinstance(data, dict) or data.get("format") != name:
-        raise error(f'{where}: needs "format": "{name}" at the top')
+        other = data.get("format") if isinstance(data, dict) else None
+        what = f"it is {shown(other)}" if isinstance(other, str) else "there is none"
+        raise error(f'{where}: needs "format": "{name}" at the top, but {what}')
     if data.get("version") != 1:
         raise error(f"{where}: version {shown(data.get('version'))} is unknown; known: 1")
     return data

@@ -106,7 +106,7 @@ def _figure(
     if len(shown) > _CROWD:
         raise TopologyError(
             f"{topology.name} has {len(topology.gpus)} {topology.noun}s: at most {_CROWD} can be "
-            "drawn; linkweave view makes a page of more"
+            f"drawn{' with a plan' * (plan is not None)}; linkweave view makes a page of more"
         )
     wanted: Sequence[Link] = ()
     if part_of:
@@ -178,7 +178,8 @@ class _Picture:
         self.ax, self.topology, self.drawn, self.layout = ax, topology, links, layout
         switches = [p for box in self.layout.boxes.values() for p in box]
         size = max(max(xs) - min(xs) for xs in _xy([*self.layout.seats.values(), *switches]))
-        self.scale = min(1.5, 16 / max(size, 1.0))  # inches for a unit of length
+        width = 16 if len(self.layout.seats) <= _CROWD // 2 else 40
+        self.scale = min(1.5, width / max(size, 1.0))  # inches for a unit of length
 
     def arrow(self, points: Sequence[complex], both: bool = False, **style: Any) -> None:
         """Draw a line with a head at its end, or at both ends."""

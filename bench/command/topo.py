@@ -65,6 +65,11 @@ def topo(
             drawn = mscclpp_timing.as_drawn(theirs)
         else:
             drawn = theirs[0]
+    if paths:  # first, as it may be refused
+        with options.console.status("drawing"):
+            if plan and drawn is None:
+                drawn = collectives.plan_allreduce(found, 1 << 26, plan)
+            topology.draw(found, paths, drawn, part, all_links)
     if compare is not None:
         other = topology.load(compare)
         if as_json:
@@ -81,13 +86,8 @@ def topo(
     if xml:
         xml.write_text(topology.to_nccl_xml(found))
         options.console.print(f"written: {xml}", highlight=False)
-    if paths:
-        with options.console.status("drawing"):
-            if plan and drawn is None:
-                drawn = collectives.plan_allreduce(found, 1 << 26, plan)
-            topology.draw(found, paths, drawn, part, all_links)
-        for path in paths:
-            options.console.print(f"drawn: {path}", highlight=False)
+    for path in paths:
+        options.console.print(f"drawn: {path}", highlight=False)
 
 
 def report(machine: Topology) -> str:

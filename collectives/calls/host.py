@@ -347,7 +347,7 @@ class HostCalls:
             finals = region.encoded.finals(self.rank, chunks)
             needs = chunk_counts(finals, chunks, chunk_bytes(where, chunks), request.layers)
         name = label(kind, region.encoded.algorithm, buffer.nbytes)
-        log.info("rank %d: %s in %s", self.rank, name, counted(chunks, "chunk"))
+        log.debug("rank %d: %s in %s", self.rank, name, counted(chunks, "chunk"))
         self.trace.say(KERNELS, f"{name}: interpreter and combiners by Numba")
         pulled = reads(*message, request.root) if self._pulls(request) else None
         return self.executor.prepare(

@@ -13,6 +13,7 @@ import torch
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.overlap.clock import StreamClock
+from linkweave.collectives.runtime.diagnose import LEFT, REASONS
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange, Packing
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
@@ -274,8 +275,10 @@ class HostLanes:
 def _failed(rank: int, program: Program, number: int, error: BaseException) -> CollectiveError:
     """What ends the lanes of all ranks when an op has raised an error."""
     kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
-    where = f"{program.ops[number].kind} {number} of {program.label(number)}"
-    return kind(f"rank {rank}, {where}: {error}")
+    op, left = program.ops[number], REASONS[LEFT] in str(error)
+    where = f"{op.kind} {number} of unit{'s'[: len(op.needs) > 1]} {program.label(number)}"
+    hint = "; ranks that have fewer batches than others train inside `with model.join():`" * left
+    return kind(f"rank {rank}, {where}: {error}{hint}")
 
 
 class StreamLanes:

@@ -204,7 +204,9 @@ def test_an_op_that_fails_ends_the_training_of_all_ranks(compute: Stream) -> Non
 
     transport.average = average  # type: ignore[method-assign]
     lanes.begin(False)
-    with pytest.raises(CollectiveError, match="rank 0, all-reduce 0 of a: no memory for 64 bytes"):
+    with pytest.raises(
+        CollectiveError, match="rank 0, all-reduce 0 of unit a: no memory for 64 bytes"
+    ):
         lanes.ready(0)
     assert transport.aborted
     with pytest.raises(CollectiveError, match="no memory for 64 bytes"):

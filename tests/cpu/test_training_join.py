@@ -91,6 +91,16 @@ def every_mode(rank: int, counts: Sequence[int]) -> dict[str, float]:
     return {mode: together(comm, counts, mode, sgd if mode == "ddp" else adamw) for mode in MODES}
 
 
+@on_ranks(2)
+def test_without_join_the_error_names_it(rank: int) -> None:
+    model, optimizer = wrapped()
+    train(model, optimizer, range(2), rank, 2)
+    if rank:  # the other one has no more batches
+        said = error_of(lambda: train(model, optimizer, range(2, 4), rank, 2))
+        assert "rank 0 has returned or was closed" in said, said
+        assert said.endswith("have fewer batches than others train inside `with model.join():`")
+
+
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_batches_in_unequal_number(counts: Sequence[int]) -> None:
     for found in collectives.spawn(every_mode, len(counts), args=(counts,), timeout=60):
