@@ -11,6 +11,7 @@ from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.host import Again
 from linkweave.collectives.calls.request import NOTHING, How, Request
 from linkweave.collectives.calls.work import Worker
+from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.runtime.tensors import fast_buffer, fast_result, output_for
 
 
@@ -206,14 +207,15 @@ class Methods:
         says how its rows are split if not evenly. None as in `_whole`."""
         if type(root) is not int:
             return None
-        elsewhere, uneven = self.rank != root, None  # elsewhere: than the input or the result
-        if kind == "scatter" and elsewhere:
+        collective, uneven = COLLECTIVES[kind], None
+        elsewhere = collective.root == "rank" and self.rank != root  # than the input or the result
+        if elsewhere and not collective.gathers:
             if (result := fast_buffer(out)) is None:
                 return None
             address, whole, dtype = 0, result[1] * self.size, result[2]
         elif (given := fast_buffer(x)) is None:
             return None
-        elif kind == "gather" and elsewhere:
+        elif elsewhere:
             (address, nbytes, dtype), result, out = given, (0, 0, ""), None
             whole = nbytes * self.size
         else:

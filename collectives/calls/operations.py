@@ -88,11 +88,12 @@ def reduce(context: CallContext, x: Any, op: str, root: Any, out: Any, how: How 
 def shape_of(kind: str, shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:
     """The shape of the result for an input of this shape on `size` ranks; None if its rows cannot
     be divided between them."""
-    if kind in ("allgather", "gather"):
+    if COLLECTIVES[kind].gathers:
         return (size, *shape)
     if not shape or shape[0] % size:
         return None
-    return shape if kind == "alltoall" else (shape[0] // size, *shape[1:])
+    each = COLLECTIVES[kind].layout is Layout.PER_RANK  # has one row; else one from each rank
+    return (shape[0] // size, *shape[1:]) if each else shape
 
 
 def allgather(context: CallContext, x: Any, out: Any, counts: Any) -> Any:

@@ -157,7 +157,7 @@ def unsure(notices: Sequence[Sequence[int]]) -> bool:
 
 def values(kind: str, count: int, dtype: str) -> str:
     """The values of a call, in words; of gathers, those of all ranks."""
-    return f"{count} x {dtype}" + " in all" * (kind in ("allgather", "gather"))
+    return f"{count} x {dtype}" + " in all" * COLLECTIVES[kind].gathers
 
 
 def words(notice: Sequence[int]) -> str:

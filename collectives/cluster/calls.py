@@ -55,8 +55,6 @@ class ClusterCalls:
         self.ended, self._closed = "", False  # why no call can be made
         self._roll_call, self._asked, self._compares = roll_call, "", True
         self._one_way = 0  # calls in a row
-        self._refusals = 0
-        self._begun: list[Iterator[None]] = []  # messages of a call, and of refused ones
         self._known = FifoCache[tuple[object, ...], tuple[ClusterCall, str]]()
         self._trace = Trace(self.rank)
         # for this machine's first rank, which may compare a call twice
@@ -188,17 +186,13 @@ class ClusterCalls:
             if not self._compares:
                 if mine:
                     raise RuntimeError(str(mine)) from mine  # no other rank knows of it
-                assert call.body is not None  # only all-reduces are not compared
                 return call.body()
-            if begun := call.begins and not mine:
-                self._begun.append(call.begin(self._refusals))
             came = self._compared(call, mine)
             if came is not None:
-                return call.end(came, self._begun.pop() if begun else None)
+                return call.along.end(came) if call.along else call.body()
             refused = f"rank {self.rank}: {mine}" if mine else ""
             outcome = self._asked_around(self._machines_notice(Notice(call.asked, refused=refused)))
             self._one_way = 0  # ranks that refused this call have not counted it
-            self._refusals += 1
         except Exception as error:
             self._let_go(error, outer)
             if self._closed:  # by another thread
@@ -308,11 +302,10 @@ class ClusterCalls:
             pass  # this machine's ranks have come apart; each raises what it knows
         return self._roll_call.fail(replace(mine, witnessed=True)) if self._roll_call else mine
 
-    def _let_go(self, error: BaseException | None, outer: BaseException | None) -> None:
-        """Drop the messages under way, which keep connections open: those of calls that have begun,
-        and those that the frames of an error, and of those that led to it in this call, hold.
-        `outer` is from before the call."""
-        self._begun.clear()
+    @staticmethod
+    def _let_go(error: BaseException | None, outer: BaseException | None) -> None:
+        """Drop the messages under way that the frames of an error, and of those that led to it in
+        this call, hold: they keep connections open. `outer` is from before the call."""
         while error is not None and error is not outer:
             clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
@@ -344,7 +337,6 @@ class ClusterCalls:
     def _end(self, notice: Notice) -> CollectiveError:
         """End the communicator. Returns the error to raise."""
         self.ended = notice.failed
-        self._begun.clear()
         self.links.disconnect()
         kind = CollectiveTimeout if notice.late else CollectiveAborted
         return kind(f"rank {self.rank}, {notice.asked}: {notice.failed}", rank=self.rank)
@@ -381,7 +373,6 @@ class ClusterCalls:
 
     def close(self) -> None:
         self._closed = True
-        self._begun.clear()
         self.links.close()
         if self._roll_call:
             self._roll_call.close()

@@ -29,9 +29,8 @@ _CLOSING = 1.0
 class Across:
     """Rank `rank` of `size`: all ranks, or those with one local rank, one of each machine.
 
-    All calls take contiguous CPU tensors of torch, and return a handle whose `wait` must be called,
-    once. Collectives keep their order, and so do messages from one rank to another with one tag;
-    nothing moves before both have named that.
+    All calls take contiguous CPU tensors of torch, and return a handle whose `wait` is called once, or
+    not at all if the connections are closed. Collectives keep their order, and so do messages from one rank to another.
     Raises RuntimeError.
     """
 
@@ -39,11 +38,11 @@ class Across:
         self.rank, self.size = rank, size
         self._gloo: Any = gloo_group(store, rank, size, timeout)
 
-    def send(self, x: Any, to: int, tag: int = 0) -> Any:
-        return self._group.send([x], to, tag)
+    def send(self, x: Any, to: int) -> Any:
+        return self._group.send([x], to, 0)
 
-    def recv(self, x: Any, source: int, tag: int = 0) -> Any:
-        return self._group.recv([x], source, tag)
+    def recv(self, x: Any, source: int) -> Any:
+        return self._group.recv([x], source, 0)
 
     def allreduce(self, x: Any, op: str = "sum") -> Any:
         """Combine `x` in place, with the ops of `Communicator.allreduce`. "avg" is the sum; its

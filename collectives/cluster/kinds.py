@@ -3,9 +3,9 @@ carries out a longer one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,14 +20,12 @@ from linkweave.collectives.cluster.cluster_map import AT_ONCE, goes_along
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import combined, undivided
 from linkweave.collectives.cluster.machines import Machines
-from linkweave.collectives.cluster.pieces import exhaust
 from linkweave.collectives.planning.collective import COLLECTIVES
 
 Bytes = NDArray[np.uint8]
 NOTHING: Bytes = np.empty(0, np.uint8)
 
 _LONG = 200  # characters
-_TAGS = 1 << 31
 
 
 @dataclass
@@ -103,16 +101,13 @@ class ClusterCall:
     asked: what it asks for, as text that all ranks compare; a long one ends with its checksum.
     body: carries it out, once all ranks have compared it; where something goes `along`, that ends
         the call instead.
-    ahead: carries it out instead of `body`; up to its `yield`, before all ranks have compared it,
-        it begins messages with the tag that it is given.
     source: the machine from which alone the others hear what goes along; None: from all.
     target: the machine that alone hears from the others; None: all do.
     """
 
     asked: str
-    body: Callable[[], Any] | None
+    body: Any
     along: Along | None = None
-    ahead: Callable[[int], Iterator[None]] | None = None
     source: int | None = None
     target: int | None = None
 
@@ -121,28 +116,6 @@ class ClusterCall:
             self.source = self.target = None
         if len(self.asked) > _LONG:
             self.asked = f"{self.asked[:_LONG]}... {crc32(self.asked.encode()):08x})"
-
-    @property
-    def begins(self) -> bool:
-        """Whether messages of the call begin before all have compared it."""
-        return self.ahead is not None and self.along is None
-
-    def begin(self, refusals: int) -> Iterator[None]:
-        """Begin the messages, which no rank mistakes for those of another call, or of this one as
-        it was after fewer `refusals`. They may be given up, but must be kept."""
-        assert self.ahead is not None
-        steps = self.ahead((self.word + refusals) % _TAGS)
-        next(steps)
-        return steps
-
-    def end(self, came: Sequence[Bytes], begun: Iterator[None] | None) -> Any:
-        """Carry out the rest: what has come along, or what has `begun`, or `body`."""
-        if self.along:
-            return self.along.end(came)
-        if begun is not None:
-            return exhaust(begun)
-        assert self.body is not None
-        return self.body()
 
     @property
     def one_way(self) -> bool:
@@ -277,8 +250,7 @@ def _allgather(links: Connections, request: Request, x: Any, out: Any) -> Cluste
     if goes_along(machines.most * longest, machines.count, machines.most):
         lengths = [longest * len(ranks) for ranks in machines.ranks]
         along = Along(_padded(_bytes(x), longest), lengths, finish)
-    ahead = partial(links.rows.allgather, x, out, widths)
-    return ClusterCall(_asked(request), None, along, ahead)
+    return ClusterCall(_asked(request), lambda: links.rows.allgather(x, out, widths), along)
 
 
 def _padded(x: Bytes, nbytes: int) -> Bytes:
@@ -322,8 +294,8 @@ def _gather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCa
     if goes_along(machines.most * x.nbytes, machines.count, machines.most):
         lengths = [x.nbytes * len(ranks) * (links.index == at) for ranks in machines.ranks]
         along = Along(_bytes(x), lengths, finish, part)
-    ahead = partial(links.rows.gather, x, rows, root)
-    return ClusterCall(_asked(request), None, along, ahead, target=at)
+    body = lambda: links.rows.gather(x, rows, root)  # noqa: E731
+    return ClusterCall(_asked(request), body, along, target=at)
 
 
 def _scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
@@ -340,8 +312,9 @@ def _scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterC
     def finish(came: Sequence[Bytes]) -> None:
         mine[:] = came[at].reshape(-1, mine.size)[links.machine.rank]
 
-    rows = given.view(links.size, -1) if links.rank == root else None
-    ahead = partial(links.rows.scatter, rows, out, root)
+    def body() -> None:
+        links.rows.scatter(given.view(links.size, -1) if links.rank == root else None, out, root)
+
     along = None
     if goes_along(machines.most * out.nbytes, machines.count, machines.most):
         sent = _bytes(given)
@@ -349,18 +322,16 @@ def _scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterC
             sent = links.scratch(links.size * out.nbytes)
         lengths = [out.nbytes * len(links.mine) * (m == at) for m in range(machines.count)]
         along = Along(sent, lengths, finish, part, of_first=local == 0)
-    return ClusterCall(_asked(request), None, along, ahead, source=at)
+    return ClusterCall(_asked(request), body, along, source=at)
 
 
 def _alltoall(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     x, out, rank = x.view(torch.uint8), out.view(torch.uint8), links.rank
     ranks, mine = links.machines.ranks, links.mine
     sizes: Any = request.sizes or [[x.nbytes // links.size] * links.size] * links.size
+    body = lambda: links.rows.alltoall(x, out, sizes)  # noqa: E731
     if not _exchanges_along(links.machines, sizes, request.sizes is None):
-        ahead = partial(links.rows.alltoall, x, out, sizes)
-        if x.data_ptr() == out.data_ptr():  # a refused call leaves its input as it was
-            return ClusterCall(_asked(request), lambda: exhaust(ahead()))
-        return ClusterCall(_asked(request), None, ahead=ahead)
+        return ClusterCall(_asked(request), body)
     sent = [[0, *accumulate(sizes[source])] for source in mine]
     got = [0, *accumulate(of[rank] for of in sizes)]
     moves, lengths = [], []  # (machine, where in its bytes, rank of whom)
@@ -386,7 +357,7 @@ def _alltoall(links: Connections, request: Request, x: Any, out: Any) -> Cluster
             to[:] = came[m][start : start + to.size]
 
     along = Along(_padded(_bytes(x), max(map(sum, sizes))), lengths, finish, part)
-    return ClusterCall(_asked(request), None, along)
+    return ClusterCall(_asked(request), body, along)
 
 
 def _exchanges_along(machines: Machines, sizes: Any, even: bool) -> bool:

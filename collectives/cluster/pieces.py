@@ -219,16 +219,8 @@ def put_back(rows: Any, x: Any) -> None:
         x.copy_(rows.view(-1)[: x.numel()])
 
 
-def exhaust(steps: Iterator[None]) -> None:
-    """Carry out what is left of a call."""
-    deque(steps, 0)
-
-
 class Rows:
     """The calls, on contiguous CPU tensors. `across` connects all ranks.
-
-    Those that are iterators only begin messages up to their `yield`, with a `tag`, and write to no
-    memory of a call with another one; they can be given up there.
 
     Values are combined inside each machine, by its communicator, and then from machine to machine;
     16-bit floats are rounded at each of them. If the order is `fixed`, they are combined in the
@@ -247,7 +239,7 @@ class Rows:
         self._mine = machines.ranks[self._index]
         self._span = machines.spans[self._index]
 
-    def allgather(self, x: Any, out: Any, widths: Sequence[int], tag: int = 0) -> Iterator[None]:
+    def allgather(self, x: Any, out: Any, widths: Sequence[int]) -> None:
         """Gather the flat `x` of all ranks, in rank order, in the flat `out`; `widths` are the
         elements of each rank. Each machine passes on to the next one what it got from the one
         before, and shares it among its ranks meanwhile."""
@@ -267,12 +259,10 @@ class Rows:
 
         for s in range(1, self._count):
             mine, theirs = self._at(1 - s), self._at(-s)
-            moves = [self._send(rows[r], to, tag) for r, to in self._held(mine, 1)]
-            moves += [self._recv(rows[r], source, tag) for r, source in self._held(theirs, -1)]
-            if s == 1:
-                yield
+            sends = [self._send(rows[r], to) for r, to in self._held(mine, 1)]
+            receives = [self._recv(rows[r], source) for r, source in self._held(theirs, -1)]
             share(mine)
-            _wait(moves)
+            _wait(sends + receives)
         share(theirs)
 
     def reduce_scatter(self, x: Any, out: Any, op: str) -> None:
@@ -283,7 +273,7 @@ class Rows:
         if self._fixed:
             rows = torch.empty_like(x)
             counts = [[x.shape[1]] * len(x)] * len(x)
-            exhaust(self.alltoall(x.view(-1), rows.view(-1), counts))
+            self.alltoall(x.view(-1), rows.view(-1), counts)
             total = combined(rows.unbind(), inner)
         else:
             total = self._passed_on(x, inner)
@@ -330,7 +320,7 @@ class Rows:
         """Combine the flat `x` over all ranks, in place."""
         rows = in_rows(x, self._machines.size)
         mine = self._row(rows, op)
-        exhaust(self.allgather(mine, rows.view(-1), [mine.numel()] * len(rows)))
+        self.allgather(mine, rows.view(-1), [mine.numel()] * len(rows))
         put_back(rows, x)
 
     def reduce(self, x: Any, out: Any, op: str, root: int) -> None:
@@ -340,7 +330,7 @@ class Rows:
         total = None
         if out is not None:
             total = mine.new_empty(self._machines.size, mine.numel())
-        exhaust(self.gather(mine, total, root))
+        self.gather(mine, total, root)
         if total is not None:
             put_back(total, out)
 
@@ -350,37 +340,35 @@ class Rows:
         self.reduce_scatter(rows, mine, op)
         return mine
 
-    def gather(self, x: Any, out: Any, root: int, tag: int = 0) -> Iterator[None]:
+    def gather(self, x: Any, out: Any, root: int) -> None:
         """Gather the flat `x` of all ranks in the rows of `out` on `root`; None elsewhere."""
-        (at, local), moves, rows = self._machines.position(root), [], None
+        at, local = self._machines.position(root)
         if self._index != at:
-            moves = [self._send(x, root, tag)]
-        elif self._rank == root:
-            moves = [self._recv(out[r], r, tag) for r in range(len(out)) if r not in self._mine]
-            rows = out[self._span]
-        yield
-        if self._index == at:
-            self._machine.gather(x, local, out=rows)
+            _wait([self._send(x, root)])
+            return
+        moves = []
+        if self._rank == root:
+            moves = [self._recv(out[r], r) for r in range(len(out)) if r not in self._mine]
+        rows = out[self._span] if self._rank == root else None
+        self._machine.gather(x, local, out=rows)
         if rows is not None and not isinstance(self._span, slice):  # it is a copy
             out[self._span] = rows
         _wait(moves)
 
-    def scatter(self, x: Any, out: Any, root: int, tag: int = 0) -> Iterator[None]:
+    def scatter(self, x: Any, out: Any, root: int) -> None:
         """Send each rank's row of `x` on `root`, which is None elsewhere, to its flat `out`."""
-        (at, local), moves, rows = self._machines.position(root), [], None
+        at, local = self._machines.position(root)
+        sends = []
+        if self._rank == root:
+            sends = [self._send(x[r], r) for r in range(len(x)) if r not in self._mine]
         if self._index != at:
-            moves = [self._recv(out, root, tag)]
-        elif self._rank == root:
-            moves = [self._send(x[r], r, tag) for r in range(len(x)) if r not in self._mine]
-            rows = x[self._span]
-        yield
-        if self._index == at:
+            _wait([self._recv(out, root)])
+        else:
+            rows = x[self._span] if self._rank == root else None
             self._machine.scatter(rows, local, out=out.view(1, -1))
-        _wait(moves)
+        _wait(sends)
 
-    def alltoall(
-        self, x: Any, out: Any, counts: Sequence[Sequence[int]], tag: int = 0
-    ) -> Iterator[None]:
+    def alltoall(self, x: Any, out: Any, counts: Sequence[Sequence[int]]) -> None:
         """Send parts of the flat `x` to each rank: `counts[src][dst]` elements from rank `src` to
         rank `dst`. In step s each machine sends to the s-th after it; long messages in two steps at
         once."""
@@ -391,11 +379,10 @@ class Rows:
         most = 2 if x.nbytes > PIECE else self._count
         under_way: deque[list[Any]] = deque()
         for s in range(1, self._count):
-            moves = [self._send(given[r], r, tag) for r in self._ranks[self._at(s)]]
-            moves += [self._recv(got[r], r, tag) for r in self._ranks[self._at(-s)]]
+            moves = [self._send(given[r], r) for r in self._ranks[self._at(s)]]
+            moves += [self._recv(got[r], r) for r in self._ranks[self._at(-s)]]
             under_way.append(moves)
-            if s == min(most, self._count) - 1:
-                yield
+            if s == 1:
                 self._inside(x, out, counts)
             if len(under_way) > most - 1:
                 _wait(under_way.popleft())
@@ -427,11 +414,11 @@ class Rows:
         """Whether a machine has as many ranks as this one, and their numbers have no gaps."""
         return len(ranks) == len(self._mine) == ranks[-1] - ranks[0] + 1
 
-    def _send(self, x: Any, rank: int, tag: int = 0) -> list[Any]:
-        return [self._across.send(part, rank, tag) for part in _cut(x)]
+    def _send(self, x: Any, rank: int) -> list[Any]:
+        return [self._across.send(part, rank) for part in _cut(x)]
 
-    def _recv(self, x: Any, rank: int, tag: int = 0) -> list[Any]:
-        return [self._across.recv(part, rank, tag) for part in _cut(x)]
+    def _recv(self, x: Any, rank: int) -> list[Any]:
+        return [self._across.recv(part, rank) for part in _cut(x)]
 
 
 def _cut(x: Any) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from linkweave.collectives.calls.sparse.host import HostBackend
 from linkweave.collectives.calls.sparse.modes import MODES, check_call
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.machines import Machines
-from linkweave.collectives.cluster.pieces import exhaust, flat
+from linkweave.collectives.cluster.pieces import flat
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import Pairs, targets
@@ -82,8 +82,7 @@ class SparseCluster(HostBackend):
     def _rows(self, row: NDArray[Any]) -> NDArray[Any]:
         """The rows of all ranks, which have one shape."""
         every = np.zeros((self._comm.size, row.size), row.dtype)
-        widths = [row.size] * self._comm.size
-        exhaust(self._comm.rows.allgather(flat(row)[0], flat(every)[0], widths))
+        self._comm.rows.allgather(flat(row)[0], flat(every)[0], [row.size] * self._comm.size)
         return every
 
     def _cheapest(self, longest: int) -> str:

@@ -87,6 +87,11 @@ class Collective:
         """Whether a chunk lies at the same offset in the buffers of all ranks."""
         return self.layout is not Layout.PER_PAIR
 
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks' inputs are the rows of the result, and not rows those of an input."""
+        return self.layout is Layout.PER_RANK and not self.combines and self.gives(2, 0, 1, 1)
+
     def has_chunk(self, size: int, rank: int, index: int) -> bool:
         """Whether the rank's buffer has the chunk, rather than only passing it on."""
         ends = divmod(index % (size * size), size)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -23,9 +24,10 @@ from on_ranks import on_ranks
 from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
 from linkweave.collectives.calls.communicator import get_default
-from linkweave.collectives.calls.request import NOTHING, Request, notice
+from linkweave.collectives.calls.request import EXCHANGES, KINDS, NOTHING, Request, notice
 from linkweave.collectives.cluster.join import Job
-from linkweave.collectives.planning.algorithms.registry import ALGORITHMS
+from linkweave.collectives.planning.algorithms.registry import ALGORITHMS, NAMES
+from linkweave.collectives.runtime.buffer import DTYPES, OPS
 from linkweave.collectives.runtime.cpu import header
 from linkweave.collectives.runtime.cpu.arena import Arena
 from linkweave.collectives.runtime.cpu.control import Health, HostControl
@@ -72,6 +74,16 @@ def test_no_field_of_a_page_overlaps_another(page: str) -> None:
         assert ends <= start and start % 8 == 0, name
         ends = start + nbytes
     assert ends <= header.PAGE
+
+
+def test_every_word_has_a_span_and_a_change_raises_the_layout() -> None:
+    """Ranks whose `LAYOUT` differs are refused; those of one checksum and another one are not."""
+    sizes = "LAYOUT", "PAGE", "NOTICE_WORDS", "GPU_CALL_WORDS", "MAX_MESSAGE"
+    words = {name for name in vars(header) if name.isupper()} - {"SPANS", *sizes}
+    assert words == {name for page in header.SPANS.values() for name in page}
+    places = {name: getattr(header, name) for name in sorted(words)}
+    tables = [*KINDS], [*DTYPES], [*OPS], [*NAMES], [*EXCHANGES]
+    assert (header.LAYOUT, crc32(repr((places, header.SPANS, tables)).encode())) == (2, 321472906)
 
 
 def test_a_notice_fits_its_words() -> None:

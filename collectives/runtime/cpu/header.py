@@ -1,18 +1,19 @@
 """Where words lie in the first pages of a communicator's part of the shared memory: a page of abort
 words, and a page for each rank, its control block.
 
-Offsets are in bytes, and words are int64. They begin at 0, and one rank writes each; what others
-wait for is raised by `counters.raise_counter`, which wakes them. Words that different ranks write,
-or that several poll, are 128 bytes apart: CPUs fetch cache lines in adjacent pairs. Ranks of
-another version of linkweave are refused when they meet (`cluster.join`).
+Offsets are in bytes, and words are int64. They begin at 0. A control block is its rank's to write;
+what others wait for is raised by `counters.raise_counter`, which wakes them, and is 128 bytes from
+the next: CPUs fetch cache lines in adjacent pairs. Ranks of another version of linkweave are
+refused when they meet (`cluster.join`).
 """
 
 from __future__ import annotations
 
-LAYOUT = 2  # raised with each change of what ranks read of each other
+LAYOUT = 2  # raised with each change of what ranks read of each other: these pages, and the tables
+# whose indices they compare (`calls.request.notice`)
 PAGE = 4096
 
-# the page of abort words
+# the page of abort words, which every split and lane has at its `Arena.start`
 ABORT = 0  # 4 words: 1 if set, who gave up, why, whom it blames
 CLAIMED = 32  # by the first rank to give up
 LEFT = 64  # how many ranks have left
