@@ -29,9 +29,9 @@ _CLOSING = 1.0
 class Across:
     """Rank `rank` of `size`: all ranks, or those with one local rank, one of each machine.
 
-    All calls take contiguous CPU tensors of torch, and return a handle whose `wait` is called once, or
-    not at all if the connections are closed. Collectives keep their order, and so do messages from one rank to another.
-    Raises RuntimeError.
+    All calls take contiguous CPU tensors of torch, and return a handle whose `wait` is called once,
+    or not at all if the connections are closed. Collectives keep their order, and so do messages
+    from one rank to another. Raises RuntimeError.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
