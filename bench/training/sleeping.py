@@ -26,7 +26,7 @@ from linkweave.collectives.overlap import Communication, Network
 from linkweave.collectives.overlap.communication import REDUCE_SCATTER
 from linkweave.collectives.overlap.units import ALIGN
 from linkweave.collectives.training.transport import Counts, OverCommunicator, Queue
-from linkweave.collectives.training.tuner import SPARSE, at_once, unchained
+from linkweave.collectives.training.tuner import SPARSE, after_backward, unchained
 
 NBYTES = 4_000_000
 """Gradients, few enough for their way through memory to take no time beside the network's."""
@@ -161,7 +161,7 @@ def by_program(profile: overlap.Profile, network: overlap.Network) -> overlap.Sc
 
 def sparse_plans(profile: overlap.Profile, network: overlap.Network) -> list[overlap.Schedule]:
     """The schedules of an exchange of whole layers, the first of which overlaps with nothing."""
-    return [at_once(profile, network), *map(unchained, plans(profile, network, SPARSE))]
+    return [after_backward(profile, network), *map(unchained, plans(profile, network, SPARSE))]
 
 
 def with_unchained(schedules: Iterable[overlap.Schedule]) -> list[overlap.Schedule]:

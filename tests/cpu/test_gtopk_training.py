@@ -81,7 +81,7 @@ def test_auto_measures_and_tries_without_a_trace(rank: int) -> None:
     for mode in ("gtopk", "auto"):
         spec = GTopK(1.0, mode=mode)
         mine = Training(spec, policy="auto", measured=True, lr=0.1).steps(*steps)
-        assert mine.model.schedule.policy in (*SPARSE, "at once")
+        assert mine.model.schedule.policy in (*SPARSE, "after-backward")
         assert not mine.model.program.chained
         assert not any(bool(x.any()) for x in mine.sparse._residuals)
         assert apart(mine.close(), want) < 1e-5

@@ -15,7 +15,7 @@ from linkweave import collectives
 from linkweave.collectives import DataParallel
 from linkweave.collectives.training import data_parallel, tuner
 from linkweave.collectives.training.states import State
-from linkweave.collectives.training.tuner import at_once
+from linkweave.collectives.training.tuner import after_backward
 from tests.cpu.on_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures(imported.__name__)
@@ -95,12 +95,12 @@ def test_finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
     tuner.TRIED, tuner.LEFT = 3, (2, 2)
     turns: list[str] = []
     # seconds of a step in each round, as the mean of ranks of which one measures 0.5
-    times = {"wfbp": [2.0, 2.0, 9.0], "c-cube": [5.0], "at once": [1.0, 4.0, 4.0]}
+    times = {"wfbp": [2.0, 2.0, 9.0], "c-cube": [5.0], "after-backward": [1.0, 4.0, 4.0]}
 
     def found(profile: Any, network: Any, *_: Any, **__: Any) -> Any:
         for policy in ("wfbp", "c-cube", "wfbp"):  # the last is not tried again
             yield tuner.plan(profile, network, policy)
-        yield at_once(profile, network)
+        yield after_backward(profile, network)
 
     class Told(tuner.Tuner):
         def _adopt(self, schedule: Any) -> None:
@@ -108,7 +108,7 @@ def test_finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
             super()._adopt(schedule)
 
         def _pace(self, records: Any) -> float:
-            policy = turns[-1] if turns else "at once"  # at first only measured
+            policy = turns[-1] if turns else "after-backward"  # at first only measured
             mean = times[policy][turns[1:].count(policy) - 1]
             own = (SIZE * mean - 0.5) / (SIZE - 1) if rank else 0.5
             self._engine.moments.clock.seconds = lambda *_: own * (len(records) - 1)
@@ -121,8 +121,8 @@ def test_finalists_take_turns_and_the_fastest_stays(rank: int) -> None:
     optimizer = sgd(inner.parameters())
     model = DataParallel(inner, optimizer, schedule="auto", chained=True)
     train("cnn", model, optimizer, range(9 + (1 + 3 + 2 + 2) * 3 + 1), rank, SIZE, each=3)
-    first = ["wfbp", "c-cube", "at once"]
-    assert turns == ["wfbp", *first, "at once", "wfbp", "wfbp", "at once", "wfbp"]
+    first = ["wfbp", "c-cube", "after-backward"]
+    assert turns == ["wfbp", *first, "after-backward", "wfbp", "wfbp", "after-backward", "wfbp"]
     assert model.schedule.policy == "wfbp"  # medians 2 and 4
     assert on_all(collectives.get_default(), model.state_dict())
     model.close()
