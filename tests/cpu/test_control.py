@@ -81,9 +81,9 @@ def test_every_word_has_a_span_and_a_change_raises_the_layout() -> None:
     sizes = "LAYOUT", "PAGE", "NOTICE_WORDS", "GPU_CALL_WORDS", "MAX_MESSAGE"
     words = {name for name in vars(header) if name.isupper()} - {"SPANS", *sizes}
     assert words == {name for page in header.SPANS.values() for name in page}
-    places = {name: getattr(header, name) for name in sorted(words)}
+    offsets = {name: getattr(header, name) for name in sorted(words)}
     tables = [*KINDS], [*DTYPES], [*OPS], [*NAMES], [*EXCHANGES]
-    assert (header.LAYOUT, crc32(repr((places, header.SPANS, tables)).encode())) == (2, 321472906)
+    assert (header.LAYOUT, crc32(repr((offsets, header.SPANS, tables)).encode())) == (2, 321472906)
 
 
 def test_a_notice_fits_its_words() -> None:

@@ -201,9 +201,9 @@ def test_steps_are_those_of_the_schedules(tmp_path: Path) -> None:
         assert chart["us"] == pytest.approx(1e6 * line.seconds, abs=0.01)
         backward, *sends, forward = (row["bars"] for row in chart["rows"])
         assert sum(map(len, sends)) == sum(len(c.pieces) for c in made.communications)
-        for bars, lane in zip(sends, range(made.lanes), strict=True):
+        for number, bars in enumerate(sends):
             those = [span for c, span in zip(made.communications, line.sends, strict=True)
-                     if c.lane == lane]  # fmt: skip
+                     if c.lane == number]  # fmt: skip
             took = sum(end - start for start, end, *_ in bars)
             assert took == pytest.approx(1e6 * sum(e - s for s, e in those), abs=0.02 * len(bars))
         for row, spans in ((backward, line.backward), (forward, line.forward)):
