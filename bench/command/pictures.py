@@ -7,7 +7,7 @@ GPUs of one node, with what passes through it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,19 +72,21 @@ class Picture:
                 one["box"] = [_px(low.real), _px(-high.imag), _px((high - low).real),
                               _px((high - low).imag)]  # fmt: skip
             nodes.append(one)
-        links = list(links)
+        links, many = list(links), len(where.seats) > MANY
         both = {(link.dst, link.src) for link in links}
         for link in links:
             aside = 0.6 if str(link.src) < str(link.dst) else -0.6  # each direction on its side
             aside *= (link.src, link.dst) in both
-            points = where.curve(link.src, link.dst, aside)[:: 15 if len(where.seats) > MANY else 6]
+            points = where.curve(link.src, link.dst, aside)[:: 40 if many else 6]
             line[link.src, link.dst] = len(lines)
             times = f"{link.count} x " if link.count > 1 else ""
             lines.append({
                 "a": number[link.src], "b": number[link.dst], "kind": KINDS[link.kind][0],
-                "rate": f"{times}{link.bandwidth / 1e9:g} GB/s", "change": changed(link),
-                "points": [[_px(p.real), _px(-p.imag)] for p in points],
+                "rate": f"{times}{link.bandwidth / 1e9:g} GB/s",
+                "points": [[_px(p.real, many), _px(-p.imag, many)] for p in points],
             })  # fmt: skip
+            if word := changed(link):
+                lines[-1]["change"] = word
         every = [p for one in lines for p in one["points"]] + [[n["x"], n["y"]] for n in nodes]
         corners = [c for box in where.boxes.values() for c in box]
         every += [[_px(c.real), _px(-c.imag)] for c in corners]
@@ -99,6 +101,10 @@ class Picture:
                 "pen": max(1.0, width / 900), "frame": frame}  # fmt: skip
         return Picture(name, data, number, line)
 
+    def by_line(self, values: Mapping[tuple[Vertex, Vertex], float]) -> list[float]:
+        """A number for each line, 0 where none is given."""
+        return [values.get(ends, 0) for ends in self.line]
+
     def showing(self, machine: Topology, made: Sequence[Made], runs: list[list[View]]) -> View:
         best = bound_of(machine, made[0].plans[0][0].collective)
         sizes = [
@@ -110,8 +116,8 @@ class Picture:
         return {**self.data, "bound": words, "sizes": sizes}
 
 
-def _px(length: float) -> float:
-    return round(PIXELS * length, 1)
+def _px(length: float, whole: bool = False) -> float:
+    return round(PIXELS * length) if whole else round(PIXELS * length, 1)
 
 
 def _called(noun: str) -> Callable[[Vertex], str]:
@@ -240,8 +246,8 @@ def of_nodes(machine: Topology, nodes: Sequence[Sequence[int]], made: Sequence[M
         return {
             **_facts(plan, line, machine, seconds),
             "note": "Each bar is a time in which a node sends to another; the line is now.",
-            "busy": {picture.line[ends]: round(share, 3) for ends, share in busy.items()},
-            "bytes": {i: round(n) for i, n in enumerate(carried) if n},
+            "busy": picture.by_line({ends: round(share, 3) for ends, share in busy.items()}),
+            "bytes": [*map(round, carried)],
             "ends": [[picture.number[a], picture.number[b]] for a, b in apart],
             "ways": [[picture.line[a, NETWORK], picture.line[NETWORK, b]] for a, b in apart],
             "sends": [[i, -1, round(1e6 * s, 2), round(1e6 * e, 2)] for i, s, e in spans],
@@ -357,7 +363,7 @@ def _run(
             f"their {motion.seconds * 1e6:.0f} us are drawn as long as the plan's own. All figures "
             "but those of what is under way are of the plan itself."
         )
-    carried, sizes = dict.fromkeys(picture.line.values(), 0), plan.chunk_sizes(nbytes)
+    carried, sizes = [0] * len(picture.line), plan.chunk_sizes(nbytes)
     each = np.bincount(run.rows[0], sizes[run.rows[1]], minlength=len(ways))
     for way, n in zip(ways, each.tolist(), strict=True):
         for i in way:
@@ -373,8 +379,8 @@ def _run(
     shares = run.utilisation
     return {
         **_facts(plan, run, machine, measured), "note": note,
-        "busy": {i: round(shares[ends], 3) for ends, i in picture.line.items() if ends in shares},
-        "bytes": {i: n for i, n in carried.items() if n},
+        "busy": picture.by_line({ends: round(share, 3) for ends, share in shares.items()}),
+        "bytes": carried,
         "ends": [[end(c.src), end(c.dst)] for c, way in zip(plan.connections, ways, strict=True)
                  if way],
         "ways": [way for way in ways if way],
