@@ -255,7 +255,7 @@ class _Picture:
                          f"depth {part.depth}")  # fmt: skip
                 self.circle(part.root, size, facecolor="none", edgecolor=color, linewidth=2.5,
                             zorder=4, label=label)  # fmt: skip
-            elif 1 < len(parts) <= _NAMED:
+            elif len(parts) <= _NAMED:
                 self.ax.plot([], [], color=color, label=part.name)
             elif len(parts) > _NAMED:
                 kind = part.name.split()[0]
@@ -359,6 +359,8 @@ class _Picture:
             style |= {"linestyle": (0, (3, 1.5)), "label": label}
         for gpu in (arrow[0], arrow[-1]):
             clear = RADIUS * (1.5 if gpu in roots else 1.15)
+            if gpu == arrow[0] and gpu in self.layout.rows and not both:
+                clear += RADIUS  # no head of another arc touches the tail
             points = [p for p in points if abs(p - self.layout.seats[gpu]) > clear]
         self.arrow(points, both, **style)
 

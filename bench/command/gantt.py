@@ -122,6 +122,8 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
     layers = [layer.name for layer in first.profile.layers]
     bar.ax.yaxis.set_major_formatter(lambda at, _: layers[min(round(at), len(layers) - 1)])
     bar.set_label("layer, first to last", fontsize=8)
+    if any(_other(chart.timeline) for chart in charts):
+        figure.text(0.01, 0.005, "grey: the update and the loop's own work", fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from linkweave.bench.command import schedule as schedules
 from linkweave.bench.command.plans import one_of
 from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import Network, Profile, Schedule
+from linkweave.collectives.overlap.profile import sample_of
 from linkweave.topology import Topology
 from linkweave.topology.checks import integer, number
 from linkweave.topology.speeds import compute_capability
@@ -63,6 +65,7 @@ def work_of(
     else:
         tflops, words = _reached(machine)
     profile = overlap.model_at(spec, batch, tflops * 1e12)
+    words = f"samples of {sample_of(spec)}, {words}"
     return Work(replace(profile, name=f"{spec}, batch {batch}"), words, batch)
 
 
@@ -134,7 +137,7 @@ def predict(
     work, network = work_of(model, found, batch, tflops), network_of(found, algorithm)
     steps = schedules.planned(work.profile, network, policy)
     whole = network.seconds(work.profile.nbytes)
-    words = [work.words]
+    words = [textwrap.fill(work.words, options.WIDTH)]
     if whole:
         words.append(
             f"an all-reduce of all {work.profile.nbytes / 1e6:.1f} MB takes {whole * 1e3:.2f} ms, "

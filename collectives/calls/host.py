@@ -307,14 +307,13 @@ class HostCalls:
 
     def _differ(self, rows: NDArray[np.int64]) -> NoReturn:
         """Raise on every rank that their calls differ. No data has moved."""
-        number, asked = self.control.number, rows.tolist()
-        page = self._arena.page(number)
+        asked, page = rows.tolist(), self._arena.page(self.control.number)
         refusals = {
             r: self._arena.message(r, page).decode(errors="replace")
             for r, row in enumerate(asked) if KINDS[row[0]] == "refused"
         }  # fmt: skip
         self._call_off()
-        raise Refused(CollectiveError, difference(number, asked, refusals))
+        raise Refused(CollectiveError, difference(asked, refusals))
 
     def _call_off(self) -> None:
         """End a call that differs between ranks, on all of them."""

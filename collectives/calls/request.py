@@ -194,7 +194,7 @@ def parts_words(parts: int) -> str:
     return f"parts whose sizes have the checksum {parts:08x}"
 
 
-def difference(call: int, notices: Sequence[Sequence[int]], refusals: dict[int, str]) -> str:
+def difference(notices: Sequence[Sequence[int]], refusals: dict[int, str]) -> str:
     """A message that says which ranks asked for what. `refusals` holds ranks' own errors."""
     texts = [words(row) for row in notices]
     if len({*texts}) == 1:
@@ -205,4 +205,4 @@ def difference(call: int, notices: Sequence[Sequence[int]], refusals: dict[int, 
         why = f": {refusals[peer]}" if refusals.get(peer) else ""
         groups.setdefault(text + why, []).append(peer)
     asked = "; ".join(f"ranks {peers}: {what}" for what, peers in groups.items())
-    return f"the ranks' call number {call} differs: {asked}"
+    return f"the ranks' calls differ: {asked}"

@@ -222,9 +222,15 @@ def model(name: str, forward_s: float | None = None, backward_s: float | None = 
     )
 
 
+def sample_of(name: str) -> str:
+    """What one sample of a published model is: the shape of an image, or a number of tokens."""
+    return str(_models()[name]["input"])
+
+
 def model_at(name: str, batch: int, flops_per_s: float) -> Profile:
     """Return a published model whose forward pass computes `batch` samples at `flops_per_s`, and
-    whose backward pass takes twice as long (`model`). Raises CollectiveError."""
+    whose backward pass takes twice as long (`model`), of samples as `sample_of` says. Raises
+    CollectiveError."""
     model(name)  # refuses an unknown name
     batch = integer(batch, "batch", 1, int(MAX_NUMBER))
     number(flops_per_s, "flops_per_s", 1, 1e18)

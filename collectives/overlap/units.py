@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Gates = list[tuple[str, list[str]]]
 """Modules by name, each with the names of its parameters."""
 
+WHOLE = "the model"
+"""The name of the unit whose parameters no module inside the model has."""
+
 ALIGN = 16
 """Bytes: where parameters begin in a unit, so that vector instructions can load them."""
 
@@ -37,7 +40,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        return self.gate or "the model"
+        return self.gate or WHOLE
 
     @cached_property
     def made(self) -> tuple[torch.dtype, torch.device]:

@@ -13,6 +13,7 @@ import torch
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.overlap.clock import StreamClock
+from linkweave.collectives.overlap.units import WHOLE
 from linkweave.collectives.runtime.diagnose import LEFT, REASONS
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange, Packing
@@ -276,7 +277,10 @@ def _failed(rank: int, program: Program, number: int, error: BaseException) -> C
     """What ends the lanes of all ranks when an op has raised an error."""
     kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
     op, left = program.ops[number], REASONS[LEFT] in str(error)
-    where = f"{op.kind} {number} of unit{'s'[: len(op.needs) > 1]} {program.label(number)}"
+    names = program.label(number)
+    if names != WHOLE:
+        names = f"unit{'s'[: len(op.needs) > 1]} {names}"
+    where = f"{op.kind} {number} of {names}"
     hint = "; ranks that have fewer batches than others train inside `with model.join():`" * left
     return kind(f"rank {rank}, {where}: {error}{hint}")
 

@@ -127,7 +127,7 @@ def test_renumbered_dgx1_is_laid_out_as_one(tmp_path: Path) -> None:
     links = tuple(Link(new[k.src], new[k.dst], k.bandwidth, k.count)
                   for k in straight.links
                   if isinstance(k.src, int) and isinstance(k.dst, int))  # fmt: skip
-    picture = svg(tmp_path, Topology("other", straight.gpus, links))
+    picture = svg(tmp_path, Topology("other", straight.gpus, links, straight.assumptions))
     size = re.compile(r'viewBox="([^"]*)"')
     assert size.findall(picture) == size.findall(svg(tmp_path, straight))
 

@@ -33,7 +33,9 @@ def test_a_step_is_that_of_the_planned_network(tmp_path: Path) -> None:
 def test_the_text_says_what_is_assumed() -> None:
     words = "predict resnet50 dgx1-v100 --batch 32 --policy ddp --ranks 4"
     out = linkweave(*words.split())
-    assert "6.28 TFLOP/s, 40% of the V100's 15.7 in FP32 (assumed; --tflops sets it)" in out
+    whole = " ".join(out.split())
+    assert "samples of 3x224x224, computed at 6.28 TFLOP/s, 40% of the V100's 15.7 in FP32" in whole
+    assert "(assumed; --tflops sets it)" in whole
     assert "resnet50, batch 32" in out and "4 GPUs train" in out
     assert max(map(len, out.splitlines())) <= 100
 

@@ -226,8 +226,8 @@ class HostControl:
         """The first peer that has not begun (0) or finished (1) our call; a `Where`."""
         for peer, address in zip(self.peers, self.others[which], strict=True):
             if kernel.read_counter(address) < self.number:
-                words = f"{self.name(self.rank)} waits for {self.name(peer)} to {what} number"
-                return f"{words} {self.number}", {"rank": self.rank, "peer": peer}
+                words = f"{self.name(self.rank)} waits for {self.name(peer)} to {what}"
+                return words, {"rank": self.rank, "peer": peer}
         return f"{self.name(self.rank)} was about to go on", {"rank": self.rank}
 
     def interruptible(self, function: Any, *args: Any) -> int:
