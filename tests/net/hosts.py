@@ -132,7 +132,9 @@ class Hosts:
         """Kill what still runs, and remove the namespaces."""
         for process in self._processes:
             process.kill()
-            process.communicate()
+            process.wait()
+            if process.stdout:  # who has read all has closed it
+                process.stdout.close()
         for name in (*self.names, self._switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
