@@ -143,7 +143,7 @@ def _bars(chart: Chart) -> list[list[tuple[float, float, int]]]:
 
 def _pieces(c: Communication, start: float, end: float) -> list[tuple[float, float, int]]:
     """(start, end, layer) of a communication's pieces, whose times are as their bytes."""
-    found, at, pace = [], start, (end - start) / c.nbytes
+    found, at, pace = [], start, (end - start) / max(1, c.nbytes)
     for piece in c.pieces:
         found.append((at, at + pace * piece.nbytes, piece.layer))
         at += pace * piece.nbytes
@@ -153,7 +153,8 @@ def _pieces(c: Communication, start: float, end: float) -> list[tuple[float, flo
 def _other(line: StepTimeline) -> Interval | None:
     """The time before the forward pass that neither the backward pass nor communication takes."""
     end = min(start for start, _ in line.forward)
-    start = max(min(stop, end) for at, stop in (*line.backward, *line.sends) if at < end)
+    before = [min(stop, end) for at, stop in (*line.backward, *line.sends) if at < end]
+    start = max(before, default=end)
     return (start, end) if end - start > 1e-3 * line.seconds else None
 
 
