@@ -257,7 +257,7 @@ class _Picture:
                             zorder=4, label=label)  # fmt: skip
             elif len(parts) <= _NAMED:
                 self.ax.plot([], [], color=color, label=part.name)
-            elif len(parts) > _NAMED:
+            else:
                 kind = part.name.split()[0]
                 label = f"each colour: one of the {len(parts)} {kind}s"
                 self.ax.plot([], [], color=color, label=label)

@@ -62,16 +62,16 @@ def measured(schedule: Schedule, timeline: StepTimeline, name: str = "measured")
 
 def of_step(step: MeasuredStep) -> list[Chart]:
     """A step as predicted and as measured."""
-    about = "" if step.schedule.chained else "the predicted forward pass contains the update"
+    about = "the predicted forward pass contains the update, if training measured it"
     charts = [predicted(step.schedule, "predicted"), measured(step.schedule, step.timeline)]
-    return [replace(chart, about=about) for chart in charts]
+    return [replace(chart, about="" if step.schedule.chained else about) for chart in charts]
 
 
 def draw(charts: Sequence[Chart], path: Path) -> None:
     """Draw the charts, one below the other, into a PNG file.
 
     Each has rows for the backward pass, its lanes and the forward pass; colours tell layers apart,
-    and what neither a pass nor communication takes is grey.
+    and the time before the forward pass that neither a pass nor communication takes is grey.
     A step that takes more than twice the median time is cut off.
     """
     import matplotlib
@@ -123,7 +123,7 @@ def draw(charts: Sequence[Chart], path: Path) -> None:
     bar.ax.yaxis.set_major_formatter(lambda at, _: layers[min(round(at), len(layers) - 1)])
     bar.set_label("layer, first to last", fontsize=8)
     if any(_other(chart.timeline) for chart in charts):
-        figure.text(0.01, 0.005, "grey: the update and the loop's own work", fontsize=8)
+        figure.text(0.01, 0.005, "grey: neither a pass nor communication", fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -159,13 +159,16 @@ def _other(line: StepTimeline) -> Interval | None:
 
 
 def as_data(charts: Sequence[Chart]) -> dict[str, Any]:
-    """The charts as a page's JSON has them: bars are (start, end, layer, words), times in us."""
+    """The charts as a page's JSON has them: bars are (start, end, layer, words), of a piece of a
+    communication also the start and end of that; times in us."""
     profile = charts[0].schedule.profile
     names = [f"layer {one.name}" if one.name.isdigit() else one.name for one in profile.layers]
     found = []
     for chart in charts:
         line = chart.timeline
-        rows: list[list[tuple[float, float, int, str]]] = [[] for _ in chart.rows]
+        rows: list[list[tuple[float, float, int, str, *tuple[float, ...]]]] = [
+            [] for _ in chart.rows
+        ]
         for row, spans, what in ((0, line.backward, "backward"), (-1, line.forward, "forward")):
             rows[row] = [
                 (_us(start), _us(end), layer, f"{names[layer]}, {what}")
@@ -180,10 +183,12 @@ def as_data(charts: Sequence[Chart]) -> dict[str, Any]:
                 f"{max(line.backward[layer][1] for layer in layers) * 1e3:.2f} ms"
             )
             rows[1 + c.lane] += [
-                (_us(at), _us(to), layer, words) for at, to, layer in _pieces(c, start, end)
+                (_us(at), _us(to), layer, words, _us(start), _us(end))
+                for at, to, layer in _pieces(c, start, end)
             ]
         if (other := _other(line)) is not None:
-            rows[-1].append((_us(other[0]), _us(other[1]), OTHER, "update and the loop's own"))
+            words = "update and " * (not chart.schedule.chained) + "the loop's own"
+            rows[-1].append((_us(other[0]), _us(other[1]), OTHER, words))
         found.append({
             "title": chart.title, "name": chart.name, "case": chart.case, "us": _us(line.seconds),
             "bound": _us(chart.schedule.lower_bound_seconds),

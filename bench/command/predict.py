@@ -131,7 +131,7 @@ def predict(
 ) -> None:  # fmt: skip
     """Predict a model's training steps on a machine, by each policy."""
     schedules.check(policy, png, trace, False, as_json)
-    if machine in overlap.models():
+    if machine in overlap.models() and model not in overlap.models():
         raise CollectiveError(f"the model comes first: predict {machine} {model}")
     found = ranks_of(options.machine_of(one_of(machine, topo), gpus, measured, gpu), ranks)
     work, network = work_of(model, found, batch, tflops), network_of(found, algorithm)

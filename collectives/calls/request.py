@@ -191,6 +191,7 @@ def words(notice: Sequence[int]) -> str:
 
 
 def parts_words(parts: int) -> str:
+    """What a call's parts are told by."""
     return f"parts whose sizes have the checksum {parts:08x}"
 
 

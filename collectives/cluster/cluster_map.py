@@ -14,11 +14,12 @@ PIECE = 8 << 20
 
 ALONG, MOST = 512 << 10, 2 << 20
 """Bytes that go along to a machine, and to all of them, when they compare a call. For several ranks
-the first one sends all. A quarter goes along of what costs more than to send it: the same bytes for
-all machines (a broadcast, a share of an all-reduce), or others for each rank (an all-to-all)."""
+the first one sends all. Only a quarter goes along where it has more to do than that: send the same
+bytes to all machines (a broadcast, a share of an all-reduce), or cut those for each rank out (an
+all-to-all)."""
 
 ALONG_ALONE, MOST_ALONE = 2 << 20, 16 << 20
-"""The same where each machine has one rank, but for what a quarter goes along of."""
+"""The same where each machine has one rank; of what only a quarter goes along, that stays."""
 
 AT_ONCE = 64 << 10
 """Bytes to all machines up to which each gets all values, and combines them itself."""
@@ -26,7 +27,7 @@ AT_ONCE = 64 << 10
 
 def goes_along(nbytes: float, machines: int, most: int, quarter: bool = False) -> bool:
     """Whether a comparison of so many machines, with up to `most` ranks each, takes so many bytes
-    along to each; or at most a `quarter` of what else goes along."""
+    along to each. `quarter`: at most a quarter of ALONG and MOST, also with one rank a machine."""
     to_one, to_all = _limits(most == 1 and not quarter)
     counted = 4 * nbytes if quarter else nbytes
     return 0 < counted <= to_one and counted * (machines - 1) <= to_all

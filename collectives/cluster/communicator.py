@@ -182,7 +182,8 @@ class ClusterCommunicator(Methods):
 
         Waits until the other machines have received what this one sent; while an exception is
         handled, for a few seconds at most. Raises CollectiveTimeout or CollectiveAborted if they do
-        not.
+        not. A call that another thread has under way raises CollectiveError, at its timeout at the
+        latest.
         """
         if self.closed or self.machine.calls.health.foreign:
             return

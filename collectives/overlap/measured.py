@@ -24,7 +24,7 @@ class MeasuredStep:
     timeline: StepTimeline
 
     def __str__(self) -> str:
-        lines = [f"{self.schedule.policy}, ms{'predicted':>22}{'measured':>10}"]
+        lines = [f"{self.schedule.policy + ', ms':28}{'predicted':>10}{'measured':>10}"]
 
         def row(name: str, value: Callable[[StepTimeline], float]) -> None:
             lines.append(f"{name:28}")
@@ -37,7 +37,7 @@ class MeasuredStep:
         if self.schedule.chained:
             row("update and forward pass", lambda line: _total(line.forward))
             row("the loop's own", _rest)
-        else:  # the predicted forward pass contains the update
+        else:  # a predicted forward pass contains the update, where training measured it
             row("update, loop, forward pass", lambda line: _rest(line) + _total(line.forward))
         return "\n".join(lines)
 

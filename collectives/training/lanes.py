@@ -278,7 +278,7 @@ def _failed(rank: int, program: Program, number: int, error: BaseException) -> C
     kind = type(error) if isinstance(error, CollectiveError) else CollectiveAborted
     op, left = program.ops[number], REASONS[LEFT] in str(error)
     names = program.label(number)
-    if names != WHOLE:
+    if not names.startswith(WHOLE):
         names = f"unit{'s'[: len(op.needs) > 1]} {names}"
     where = f"{op.kind} {number} of {names}"
     hint = "; ranks that have fewer batches than others train inside `with model.join():`" * left

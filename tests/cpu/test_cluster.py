@@ -186,7 +186,7 @@ def test_a_part_made_while_closing_is_closed(comm: ClusterCommunicator) -> None:
     assert made[0].closed
 
 
-@across((1, 1), (2, 1), timeout=1)
+@across((1, 1), (2, 1), timeout=3)
 def test_a_call_that_another_threads_close_overtakes_says_so(
     comm: ClusterCommunicator, tmp_path: Path
 ) -> None:

@@ -76,8 +76,8 @@ def test_no_field_of_a_page_overlaps_another(page: str) -> None:
     assert ends <= header.PAGE
 
 
-def test_every_word_has_a_span_and_a_change_raises_the_layout() -> None:
-    """Ranks whose `LAYOUT` differs are refused; those of one checksum and another one are not."""
+def test_every_word_has_a_span_and_a_change_is_noticed() -> None:
+    """Whoever changes what ranks read of each other gives it another `LAYOUT` as well."""
     sizes = "LAYOUT", "PAGE", "NOTICE_WORDS", "GPU_CALL_WORDS", "MAX_MESSAGE"
     words = {name for name in vars(header) if name.isupper()} - {"SPANS", *sizes}
     assert words == {name for page in header.SPANS.values() for name in page}

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from linkweave import topology
+from linkweave.bench.command.cli import app
 from linkweave.bench.command.predict import REACHED, network_of, ranks_of, work_of
 from linkweave.collectives import CollectiveError, overlap
 from tests.null.helpers import linkweave
@@ -72,3 +74,5 @@ def test_a_gpu_of_unknown_speed_is_not_asked_for_its_model() -> None:
         work_of("resnet50", topology.load("pcie-2", gpu="rtx4090"))
     assert "only of P100, V100, A100, H100, B200: give --tflops" in str(error.value)
     assert "--gpu" not in str(error.value)
+    swapped = CliRunner().invoke(app, ["predict", "mesh-2", "resnet50"])
+    assert "the model comes first: predict resnet50 mesh-2" in str(swapped.exception)
