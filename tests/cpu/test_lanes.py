@@ -171,7 +171,9 @@ def test_messages_that_do_not_fit(rank: int) -> None:
         assert "cannot send to itself" in said[0]
         assert "a rank must be an integer from 0 to 2, not 3" in said[1]
         assert "not '1'" in said[2]
-        assert said[3].endswith("differs: rank 0 sends 4 x float32; rank 1 receives 3 x float32")
+        assert said[3].endswith(
+            "calls differ: rank 0 sends 4 x float32; rank 1 receives 3 x float32"
+        )
         assert "refused its arguments: a torch tensor" in said[4]
 
 

@@ -279,6 +279,6 @@ def test_a_rank_that_changes_its_mind_is_told() -> None:
     assert "out_splits of rank 1 says [2, 5] rows come, by rank" in first[0] + second[0]
     assert "in_splits must be 2 integers >= 0" in first[1] and "refused its" in second[1]
     for at, words in ((2, "alltoall("), (3, "barrier")):
-        assert "differs" in first[at] and words in first[at] and first[at] == second[at]
+        assert "calls differ: " in first[at] and words in first[at] and first[at] == second[at]
     assert first[4:6] == second[4:6] == ["", ""]
     assert "counts says 4 rows for rank 1" in second[6] and "refused its" in first[6]
