@@ -77,7 +77,10 @@ def test_rows_are_read_in_order() -> None:
 @pytest.mark.parametrize(
     ("top", "words"),
     [
-        ({"format": "linkweave-links"}, 'needs "format": "linkweave-timings" at the top'),
+        (
+            {"format": "linkweave-links"},
+            'needs "format": "linkweave-timings" at the top, but it is \'linkweave-links\'',
+        ),
         ({"version": 2}, "version 2 is unknown; known: 1"),
         ({"version": None}, "version None is unknown; known: 1"),
         ({"topology": "cpu-8"}, "times of cpu-8, not of cpu-4"),
