@@ -34,14 +34,13 @@ from math import lcm
 import numpy as np
 
 from linkweave.topology.checks import TopologyError
-from linkweave.topology.graph import Link, Vertex, neighbours, reach
+from linkweave.topology.graph import KINDS, Link, Vertex, neighbours, reach
 from linkweave.topology.loading import load
 from linkweave.topology.symmetry import Wiring, colour_of
 from linkweave.topology.text import gpu_list, number, vertex
 from linkweave.topology.topology import Topology
 
 _UNLIMITED = 1 << 60
-_FEW = 64  # ranks whose ports are compared one by one
 BOUNDED = ("allreduce", "allgather", "reduce_scatter", "broadcast")
 
 
@@ -321,7 +320,7 @@ def _kinds(links: Sequence[Link]) -> str:
             ("the network", "network" in kinds), ("memory", "memory" in kinds),
         ) if there
     ]  # fmt: skip
-    return " and ".join(filter(None, (", ".join(named[:-1]), *named[-1:])))
+    return _and(named)
 
 
 def _words(topology: Topology, cuts: Sequence[Cut]) -> str:
@@ -329,38 +328,41 @@ def _words(topology: Topology, cuts: Sequence[Cut]) -> str:
     ranks = topology.gpus
     groups = [_ranks_of(cut, ranks) for cut in cuts]
     crossing = [[k for k in topology.fabric if _crosses(k, cut)] for cut in cuts]
-    counts = [sum(link.count for link in links) for links in crossing]
-    direct = all(isinstance(v, int) for links in crossing for k in links for v in (k.src, k.dst))
+    links = [_links(of) for of in crossing]
+    direct = all(isinstance(v, int) for of in crossing for k in of for v in (k.src, k.dst))
+    own = all(
+        len(group) == 1 and all(group[0] in (k.src, k.dst) for k in of)
+        for group, of in zip(groups, crossing, strict=True)
+    )
     if len(cuts) > 2:
-        alike = len({(len(g), n, c.capacity) for g, n, c in zip(groups, counts, cuts, strict=True)})
-        own = all(
-            len(group) == 1 and all(group[0] in (k.src, k.dst) for k in links)
-            for group, links in zip(groups, crossing, strict=True)
-        )
-        if alike == 1 and own:
-            return f"each GPU's {_links(counts[0])}"
-        if alike == 1 and len(groups[0]) > 1:
-            return f"the {_links(counts[0])} of each of {len(groups)} groups: {_some(groups)}"
-        across = {(k.src, k.dst): k.count for links in crossing for k in links}
-        once = {
-            (a, b): n for (a, b), n in across.items() if (b, a) not in across or str(a) < str(b)
-        }
+        facts = {(len(g), n, c.capacity) for g, n, c in zip(groups, links, cuts, strict=True)}
+        if len(facts) == 1 and own:
+            return f"each GPU's {links[0]}"
+        if len(facts) == 1 and len(groups[0]) == 1:
+            return f"the {links[0]} by which each GPU is reached"
+        if len(facts) == 1:
+            return f"the {links[0]} of each of {len(groups)} groups: {_some(groups)}"
+        across = {(k.src, k.dst): k for of in crossing for k in of}
+        once = [k for (a, b), k in across.items() if (b, a) not in across or str(a) < str(b)]
         if direct:
-            return f"the {_links(sum(once.values()))} between {_some(groups)}"
-        named = [f"{vertex(a)}-{vertex(b)}" for a, b in once]
-        return f"what leads out of {_some(groups)} ({_some(named, most=4)})"
+            return f"the {_links(once)} between {_some(groups)}"
+        return f"what leads out of {_some(groups)} ({_some([*map(_ends, once)], most=4)})"
     side = min(groups[0], tuple(g for g in ranks if g not in groups[0]), key=len)
     rest = [g for g in ranks if g not in side]
     if len(side) == 1 and all(side[0] in (k.src, k.dst) for k in crossing[0]):
-        ports = [(k.src, k.bandwidth, k.count) for k in topology.fabric]
-        width = {g: sorted((b, n) for v, b, n in ports if v == g) for g in ranks[:_FEW]}
-        alike = len(ranks) <= _FEW and all(w == width[side[0]] for w in width.values())
-        return f"{'each GPU' if alike else f'GPU {side[0]}'}'s {_links(counts[0])}"
-    between = f"the {_links(counts[0])} between {gpu_list(side)} and {gpu_list(rest)}"
-    if direct:
-        return between
-    ways = [sorted((k.src, k.dst), key=lambda v: isinstance(v, str)) for k in crossing[0]]
-    return f"{between} ({_some([f'{vertex(a)}-{vertex(b)}' for a, b in ways], most=2)})"
+        ports: dict[Vertex, list[tuple[int, int]]] = {}
+        for k in topology.fabric:
+            ports.setdefault(k.src, []).append((k.bandwidth, k.count))
+        alike = len({tuple(sorted(ports.get(g, ()))) for g in ranks}) == 1
+        return f"{'each GPU' if alike else f'GPU {side[0]}'}'s {links[0]}"
+    between = f"the {links[0]} between {gpu_list(side)} and {gpu_list(rest)}"
+    return between if direct else f"{between} ({_some([*map(_ends, crossing[0])], most=2)})"
+
+
+def _ends(link: Link) -> str:
+    """A link's ends, a GPU first; how many such links there are if more than one."""
+    a, b = sorted((link.src, link.dst), key=lambda v: isinstance(v, str))
+    return f"{link.count} x " * (link.count > 1) + f"{vertex(a)}-{vertex(b)}"
 
 
 def _crosses(link: Link, cut: Cut) -> bool:
@@ -368,8 +370,17 @@ def _crosses(link: Link, cut: Cut) -> bool:
     return src in cut.side and dst not in cut.side
 
 
-def _links(n: int) -> str:
-    return f"{number(n)} link{'s'[: n != 1]}"
+def _links(links: Sequence[Link]) -> str:
+    """How many links there are; of several kinds, how many of each."""
+    counts: dict[str, int] = {}
+    for link in links:
+        counts[link.kind] = counts.get(link.kind, 0) + link.count
+    words = [
+        f"{number(n)} {KINDS[kind][n != 1] if len(counts) > 1 else 'links'[: 4 + (n != 1)]}"
+        for kind in KINDS
+        if (n := counts.get(kind))
+    ]
+    return _and(words)
 
 
 def _some(things: Sequence[tuple[int, ...] | str], most: int = 8) -> str:
@@ -377,7 +388,11 @@ def _some(things: Sequence[tuple[int, ...] | str], most: int = 8) -> str:
     words = [t if isinstance(t, str) else gpu_list(t) for t in things]
     if len(words) > most:
         words = [*words[: min(most, 3)], f"{len(words) - min(most, 3)} more"]
-    return " and ".join([*[", ".join(words[:-1])][: len(words) - 1], words[-1]])
+    return _and(words)
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 _S, _T = -1, -2  # source and sink, beside the merged vertices 0, 1, ...

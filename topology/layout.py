@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from linkweave.topology.clusters import nodes_of
@@ -141,11 +141,24 @@ def lay_out(topology: Topology, links: Sequence[Link], arcs: bool) -> Positions:
     return Positions({g: radius * 1j * turn**i for i, g in enumerate(everyone)})
 
 
-def star(seats: Sequence[int], middle: str) -> Positions:
+def star(
+    seats: Sequence[int], middle: str, between: Mapping[str, Sequence[int]] | None = None
+) -> Positions:
+    """Seats around a box; `between` names boxes that stand before some of them, which are seated
+    side by side."""
+    between = between or {}
+    seats = [seat for each in between.values() for seat in each] or seats
     radius, turn = max(1.6, 0.17 * len(seats)), cmath.exp(-1j * math.tau / len(seats))
-    corner = complex(0.35 * radius, 0.09 * radius)
     around = {g: radius * 1j * turn**i for i, g in enumerate(seats)}
-    return Star(around, {middle: (-corner, corner)})
+    corner = complex(0.35 * radius, 0.09 * radius)
+    boxes = {middle: (-corner, corner)}
+    half = radius * min(0.12, 1.5 / max(1, len(between)))
+    for name, each in between.items():
+        towards = sum(around[seat] for seat in each)
+        centre = 0.62 * radius * (towards / abs(towards) if abs(towards) > 1e-6 else 1)
+        corner = complex(half, min(half, 0.05 * radius))
+        boxes[name] = (centre - corner, centre + corner)
+    return Star(around, boxes)
 
 
 def lay_out_node(gpus: Sequence[int], links: Sequence[Link]) -> tuple[Positions, list[Link]]:

@@ -1,7 +1,7 @@
 """What `linkweave view` draws of machines: positions, links and plans in motion, as JSON has it.
 
-A picture shows up to GPUS GPUs. A larger cluster has two: its nodes around the network, and the
-GPUs of one node, with what passes through it.
+A picture shows up to GPUS GPUs. A larger cluster has two: its nodes around the network, or around
+its leaves and the spine; and the GPUs of one node, with what passes through it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PIXELS = 100  # of a picture's unit
 OTHERS = 4  # algorithms beside the one that `auto` takes
 MANY = 32  # GPUs beyond which there is one other, and lines have fewer points: pages below 2 MB
 THICK = 30  # links that begin at one place and have lines of the usual width
-NETWORK = "network"
+NETWORK, SPINE = "network", "spine"  # what joins nodes, and what joins leaves
 
 View = dict[str, Any]
 """A picture with its plans, as the page's JSON has it; lengths in pixels, times in us."""
@@ -208,53 +208,85 @@ def before_and_after(
 
 
 def of_nodes(machine: Topology, nodes: Sequence[Sequence[int]], made: Sequence[Made]) -> View:
-    """The view of a cluster's nodes: what they send each other, by time and bytes."""
+    """The view of a cluster's nodes and its network's switches: what they send each other, by time
+    and bytes. Switches of the same nodes are drawn as one."""
     home = {g: i for i, gpus in enumerate(nodes) for g in gpus}
+    network = [link for link in machine.links if link.kind == "network"]
     near = neighbours((k.src, k.dst) for k in machine.links if k.kind != "network")
-    owner = {v: i for i, gpus in enumerate(nodes) for v in reach(near, gpus[0])}
-    speed: dict[tuple[Vertex, Vertex], int] = {}  # between a node and the network, each way
+    drawn: dict[Vertex, Vertex] = {}
+    for i, gpus in enumerate(nodes):
+        drawn |= dict.fromkeys(reach(near, gpus[0]), i)
+    served = _served(network, drawn)
+    leaves = {below: f"leaf {i}" for i, below in enumerate(sorted({*served.values()}))}
+    drawn |= {v: leaves[below] for v, below in served.items()}
+    middle = SPINE if leaves else NETWORK
+    for link in network:
+        for v in (link.src, link.dst):
+            drawn.setdefault(v, middle)
+    speed: dict[tuple[Vertex, Vertex], int] = {}
     ways: dict[tuple[Vertex, Vertex], tuple[tuple[Vertex, Vertex], int]] = {}
-    for link in machine.links:
-        ends: tuple[Vertex, Vertex] = owner.get(link.src, NETWORK), owner.get(link.dst, NETWORK)
-        if link.kind == "network" and ends != (NETWORK, NETWORK):
+    for link in network:
+        ends = drawn[link.src], drawn[link.dst]
+        if ends[0] != ends[1]:
             rate = int(link.count * link.bandwidth)
             ways[link.src, link.dst] = ends, rate
             speed[ends] = speed.get(ends, 0) + rate
     links = [Link(*ends, rate, kind="network") for ends, rate in sorted(speed.items(), key=str)]
-
-    picture = Picture.of("nodes", star(range(len(nodes)), NETWORK), links, _called("node"),
+    where = star(range(len(nodes)), middle, {name: of for of, name in leaves.items()})
+    picture = Picture.of("nodes", where, links, _called("node"),
                          radius=0.42 if len(nodes) > THICK else RADIUS)  # fmt: skip
 
     def run(plan: Plan, nbytes: int, seconds: float | None) -> View:
         line = collectives.simulate(plan, machine, nbytes)
         gpus = machine.gpus
-        pairs = [(home[gpus[c.src]], home[gpus[c.dst]]) for c in plan.connections]
-        apart = sorted({pair for pair in pairs if pair[0] != pair[1]})
+        ends = [(home[gpus[c.src]], home[gpus[c.dst]]) for c in plan.connections]
+        taken = [
+            tuple(picture.line[ways[hop][0]] for hop in c.links if hop in ways)
+            for c in plan.connections
+        ]
+        apart = sorted({pair for pair in zip(ends, taken, strict=True) if pair[1]})
         order = {pair: i for i, pair in enumerate(apart)}
-        which = np.array([order.get(pair, -1) for pair in pairs])[line.rows[0]]
+        numbers = [order.get(pair, -1) for pair in zip(ends, taken, strict=True)]
+        which = np.array(numbers)[line.rows[0]]
         busy, carried = dict.fromkeys(speed, 0.0), [0.0] * len(picture.line)
         for between, share in line.utilisation.items():
             if between in ways:
-                ends, rate = ways[between]
-                busy[ends] += share * rate / speed[ends]
+                ends_drawn, rate = ways[between]
+                busy[ends_drawn] += share * rate / speed[ends_drawn]
         sizes = plan.chunk_sizes(nbytes)
         moved = np.bincount(which + 1, sizes[line.rows[1]], minlength=len(apart) + 1)[1:]
-        for (a, b), n in zip(apart, moved.tolist(), strict=True):
-            carried[picture.line[a, NETWORK]] += n
-            carried[picture.line[NETWORK, b]] += n
+        for (_, way), n in zip(apart, moved.tolist(), strict=True):
+            for i in way:
+                carried[i] += n
         spans = _merged(which, line.rows[2], line.rows[4], line.seconds)
         return {
             **_facts(plan, line, machine, seconds),
             "note": "Each bar is a time in which a node sends to another; the line is now.",
             "busy": picture.by_line({ends: round(share, 3) for ends, share in busy.items()}),
             "bytes": [*map(round, carried)],
-            "ends": [[picture.number[a], picture.number[b]] for a, b in apart],
-            "ways": [[picture.line[a, NETWORK], picture.line[NETWORK, b]] for a, b in apart],
+            "ends": [[picture.number[a], picture.number[b]] for (a, b), _ in apart],
+            "ways": [way for _, way in apart],
             "sends": [[i, -1, round(1e6 * s, 2), round(1e6 * e, 2)] for i, s, e in spans],
         }  # fmt: skip
 
     runs = [[run(plan, each.nbytes, seconds) for plan, seconds in each.plans] for each in made]
     return picture.showing(machine, made, runs)
+
+
+def _served(
+    network: Sequence[Link], drawn: Mapping[Vertex, Vertex]
+) -> dict[Vertex, tuple[int, ...]]:
+    """The nodes of each switch that is a leaf; empty if switches have other nodes in common, as
+    rails that take all."""
+    below: dict[Vertex, set[int]] = {}
+    for link in network:
+        for v, w in ((link.src, link.dst), (link.dst, link.src)):
+            if v not in drawn and isinstance(node := drawn.get(w), int):
+                below.setdefault(v, set()).add(node)
+    served = {v: tuple(sorted(nodes)) for v, nodes in below.items()}
+    groups = {*served.values()}
+    apart = sum(map(len, groups)) == len({node for nodes in groups for node in nodes})
+    return served if apart and len(groups) > 1 else {}
 
 
 def of_node(

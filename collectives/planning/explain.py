@@ -104,7 +104,11 @@ class Explanation:
             "sharing: the most connections that take turns on a link; busiest link: share of the "
             "time in",
             "which it carries bytes; (measured): at this size, or between two that were measured",
-            *(line for name, why in self.refused for line in wrap(f"{name}: {why}", 100)),
+            *(
+                line
+                for name, why in self.refused
+                for line in wrap(why if why.startswith(name) else f"{name}: {why}", 100)
+            ),
         ]
         if self.nccl:
             ours = min(row.seconds for row in self.rows)

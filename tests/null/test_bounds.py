@@ -523,6 +523,17 @@ def test_words_do_not_blame_the_gpus_for_what_lies_behind_them() -> None:
     assert "cpu" in found.bottleneck
 
 
+def test_words_name_kinds_where_links_differ_and_count_them() -> None:
+    two = bound(load("2 x dgx-h100")).bottleneck
+    assert two == "the 18 NVLinks and one PCIe link by which each GPU is reached"
+    assert bound(load("gb200-nvl72"), "broadcast").bottleneck == "each GPU's 18 links"
+    ends = ((0, "cpu0"), (1, "cpu0"), (2, "cpu1"), (3, "cpu1"))
+    ports = [k for g, cpu in ends for k in both(g, cpu, 12 * GB, kind="host")]
+    socket = both("cpu0", "cpu1", 2 * GB, 2, kind="socket")
+    found = bound(Topology("sockets", (0, 1, 2, 3), (*ports, *socket)))
+    assert found.bottleneck == "the two links between 0-1 and 2-3 (2 x cpu0-cpu1)"
+
+
 def test_on_one_memory_it_is_a_model_and_no_bound() -> None:
     assert str(bound(load("cpu-4"))) == "allreduce: about 3.333 GB/s by the model of one memory"
 

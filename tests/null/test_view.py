@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -111,6 +112,32 @@ def test_what_a_page_cannot_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # ---- large clusters -----------------------------------------------------------------------------
+def test_leaves_stand_before_their_nodes() -> None:
+    machine = topology.load("11 x dgx-a100 leaf=4 oversubscription=2")
+    plan = collectives.plan_allreduce(machine, 1 << 20, "hierarchical_ring")
+    (view, _) = pictures.views_of_plans(machine, [pictures.Made(1 << 20, [(plan, None)])])
+    names = [one["name"] for one in view["nodes"]]
+    assert names == [*(f"node {i}" for i in range(11)), "spine", "leaf 0", "leaf 1", "leaf 2"]
+    links = {(names[k["a"]], names[k["b"]]): i for i, k in enumerate(view["links"])}
+    between = {(f"node {i}", f"leaf {i // 4}") for i in range(11)}
+    between |= {(f"leaf {i}", "spine") for i in range(3)}
+    assert links.keys() == between | {(b, a) for a, b in between}
+    rate = view["links"][links["leaf 0", "spine"]]["rate"]
+    assert rate == f"{4 * 8 * 24 / 2:g} GB/s"  # of the rails of four nodes
+    (run,) = view["sizes"][0]["runs"]
+    for (a, b), way in zip(run["ends"], run["ways"], strict=True):
+        passed = [f"leaf {a // 4}", f"leaf {b // 4}"]
+        stops = [names[a], *([passed[0], "spine", passed[1]] if a // 4 != b // 4 else passed[:1])]
+        assert way == tuple(links[hop] for hop in pairwise([*stops, names[b]]))
+    for leaf in (0, 1, 2):  # what comes to a leaf leaves it
+        into, out = (
+            sum(n for n, k in zip(run["bytes"], view["links"], strict=True)
+                if names[k[end]] == f"leaf {leaf}")
+            for end in "ba"
+        )  # fmt: skip
+        assert into == out > 0
+
+
 @pytest.mark.parametrize(("name", "node"), [("10 x dgx-h100", 0), ("11 x mesh-7", 9)])
 def test_a_large_cluster_has_its_nodes_and_one_of_them(
     name: str, node: int, tmp_path: Path
