@@ -55,6 +55,7 @@ class ClusterCalls:
         self.ended, self._closed = "", False  # why no call can be made
         self._roll_call, self._asked, self._compares = roll_call, "", True
         self._one_way = 0  # calls in a row
+        self._in_use: list[object] = []  # whose memory connections may use after an error
         self._known = FifoCache[tuple[object, ...], tuple[ClusterCall, str]]()
         self._trace = Trace(self.rank)
         # for this machine's first rank, which may compare a call twice
@@ -75,19 +76,18 @@ class ClusterCalls:
 
     def repeat(
         self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: int,
-        how: How = "auto", result: int | None = None, *uneven: Any,
+        how: How = "auto", result: int | None = None, *uneven: Any, owners: object = None,
     ) -> bool:  # fmt: skip
-        """Make a short call once more, as `HostCalls.repeat`. Returns False unless its input and
-        result are where those of an earlier one were."""
+        """Make a call once more, as `HostCalls.repeat`. Returns False unless its input and result,
+        the memory of `owners`, are where those of an earlier one were."""
         known = None
         if how == "auto" and isinstance(op, str) and not uneven:
             known = self._known.get((kind, address, nbytes, dtype, op, root, result))
         if known is None or "LINKWEAVE_ALGORITHM" in os.environ:
             return False
         self._begin(kind)
-        if self._compares:
-            self._make_traced(*known)
-        return self._compares
+        self._make_traced(*known, owners)
+        return True
 
     @contextmanager
     def sharing_errors(self) -> Iterator[None]:
@@ -148,30 +148,29 @@ class ClusterCalls:
         self._make(request, given, result, 0 if result is None else result.address)
 
     def _make(self, request: Request, given: Buffer, result: Buffer | None, to: int | None) -> None:
-        """Make a call, and remember it for `repeat` if it goes along. Connections may use the
-        memory of other calls after an error, so these keep it."""
+        """Make a call, and remember it for `repeat`."""
+        owners = given, result
         with self.sharing_errors():
-            call = self._call_of(request, given, result)
+            x = flat_over(replace(given, owner=None))
+            out = x if result is given else result and flat_over(replace(result, owner=None))
+            call = call_of(self.links, request, x, out)
         name = label(request.kind, "along" if call.along else "network", request.buffer.nbytes)
-        self._make_traced(call, name)
+        self._make_traced(call, name, owners)
         plain = request.layers is None and not (request.sizes or request.parts)
-        if plain and isinstance(request.root, int) and (call.along or request.kind == "barrier"):
+        if plain and isinstance(request.root, int):
             whole, root = request.buffer, request.root
             key = (request.kind, given.address, whole.nbytes, whole.dtype, request.op, root, to)
-            if key not in self._known:
-                own = replace(given, owner=None)
-                out = own if result is given else result and replace(result, owner=None)
-                self._known.add(key, (self._call_of(request, own, out), name))
+            self._known.add(key, (call, name))
 
-    def _call_of(self, request: Request, given: Buffer, result: Buffer | None) -> ClusterCall:
-        x = flat_over(given)
-        out = x if result is given else result and flat_over(result)
-        return call_of(self.links, request, x, out)
-
-    def _make_traced(self, call: ClusterCall, name: str) -> None:
+    def _make_traced(self, call: ClusterCall, name: str, owners: object) -> None:
         with self._trace.call(name):
             start = time.monotonic()
-            self.make_call(call)
+            try:
+                self.make_call(call)
+            except BaseException:
+                if self.ended or self._closed:
+                    self._in_use.append(owners)
+                raise
             if self._trace.level >= CALLS:
                 took = (time.monotonic() - start) * 1e6
                 way = ", along with the comparison" if call.along else ""

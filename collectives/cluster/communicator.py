@@ -11,6 +11,7 @@ import torch._C._distributed_c10d as c10d
 
 from linkweave.collectives.calls import operations
 from linkweave.collectives.calls.communicator import MOST_LANES, Communicator
+from linkweave.collectives.calls.host import Again
 from linkweave.collectives.calls.methods import Methods
 from linkweave.collectives.calls.operations import exchange
 from linkweave.collectives.calls.work import HostQueue, Worker
@@ -81,6 +82,16 @@ class ClusterCommunicator(Methods):
         self._calls.compares_allreduces = value
 
     # ---- calls ---------------------------------------------------------------------------------
+    def _call(
+        self, again: Callable[[], Again | None], async_op: bool, x: Any,
+        body: Callable[..., Any], *args: Any,
+    ) -> Any:  # fmt: skip
+        if not async_op and self._worker.idle and (found := again()) is not None:
+            owners = x, found.result
+            if self._calls.repeat(*found.arguments, owners=owners):
+                return found.result
+        return self._submit(async_op, x, body, *args)
+
     def _submit(
         self, async_op: bool, x: Any, body: Callable[..., Any], *args: Any, again: Any = None
     ) -> Any:

@@ -243,7 +243,7 @@ class Rows:
         """Gather the flat `x` of all ranks, in rank order, in the flat `out`; `widths` are the
         elements of each rank. Each machine passes on to the next one what it got from the one
         before, and shares it among its ranks meanwhile."""
-        rows = out.split([*widths])
+        rows = out.split_with_sizes([*widths])
         rows[self._rank].copy_(x)
 
         def share(m: int) -> None:
@@ -374,8 +374,8 @@ class Rows:
         once."""
         if x.data_ptr() == out.data_ptr():
             x = x.clone()
-        given = x.split([*counts[self._rank]])
-        got = out.split([of[self._rank] for of in counts])
+        given = x.split_with_sizes([*counts[self._rank]])
+        got = out.split_with_sizes([of[self._rank] for of in counts])
         most = 2 if x.nbytes > PIECE else self._count
         under_way: deque[list[Any]] = deque()
         for s in range(1, self._count):
@@ -405,7 +405,7 @@ class Rows:
             )
             self._machine.alltoall(rows, result, *splits)
             return
-        given, got = x.split(sends), out.split(receives)
+        given, got = x.split_with_sizes(sends), out.split_with_sizes(receives)
         rows = self._machine.alltoall(torch.cat([given[r] for r in mine]), None, *splits)
         for r, part in zip(mine, rows.split([receives[r] for r in mine]), strict=True):
             got[r].copy_(part)
@@ -423,7 +423,10 @@ class Rows:
 
 def _cut(x: Any) -> Sequence[Any]:
     """A contiguous tensor in pieces, each of which may take a rank's whole timeout."""
-    return x.view(-1).split(PIECE // x.element_size()) if x.numel() else ()
+    if x.nbytes > PIECE:
+        pieces: Sequence[Any] = x.view(-1).split(PIECE // x.element_size())
+        return pieces
+    return (x,) if x.numel() else ()
 
 
 def _wait(moves: Sequence[Sequence[Any]]) -> None:
