@@ -272,10 +272,11 @@ def test_allreduces_that_are_not_compared_and_ranks_dealt_to_machines_in_turn() 
     assert on_machines((2, 2), everything, False, dealt=True) == [None] * 4
 
 
+@pytest.mark.parametrize("n", [30, 600_000])  # the longer ones go along with no comparison
 @across((1, 1, 1), (2, 1))
-def test_calls_that_are_made_again(comm: ClusterCommunicator) -> None:
+def test_calls_that_are_made_again(comm: ClusterCommunicator, n: int) -> None:
     """Calls of the same tensors with new values, which are remembered by their addresses."""
-    size, rank, n = comm.size, comm.rank, 30
+    size, rank = comm.size, comm.rank
     x, part = torch.zeros(size, n), torch.zeros(n)
     out, mine = torch.zeros(size, n), torch.zeros(n)
     held = weakref.ref(x)

@@ -8,7 +8,9 @@ import random
 import re
 import signal
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,9 @@ def inside(comm: ClusterCommunicator, what: str) -> str:
     from linkweave.collectives.cluster.connections import Connections
     from linkweave.collectives.cluster.pieces import Pieces
 
+    x = np.ones(MEBI)
+    if what == "again":
+        comm.broadcast(x, 1)
     if comm.rank == 2:
         die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         Connections._move = Pieces._run = die  # type: ignore[method-assign,assignment]
@@ -98,10 +103,12 @@ def inside(comm: ClusterCommunicator, what: str) -> str:
                 np.ones(10, np.float32), indices, 10, 5, mode="gtopk", conserve=False
             )
         )
-    return first_error(lambda: comm.broadcast(np.ones(MEBI), 1))
+    said, held = first_error(partial(comm.broadcast, x, 1)), weakref.ref(x)
+    del x
+    return said if held() is not None else "connections use memory that is freed"
 
 
-@pytest.mark.parametrize("what", ["sparse", "broadcast"])
+@pytest.mark.parametrize("what", ["sparse", "broadcast", "again"])
 def test_a_rank_that_dies_inside_a_call(what: str) -> None:
     found = on_machines((2, 1), inside, what)
     for said in found[:2]:
