@@ -27,6 +27,7 @@ PEAKS = {
     90: (494.7, "H100", "TF32"), 100: (1125.0, "B200", "TF32"),
 }  # fmt: skip
 """TFLOP/s of dense matrices in training precision, by compute capability: NVIDIA's data sheets."""
+MODELS = "P100", "V100", "A100", "H100", "H200", "B200", "B300"  # that have one of these
 REACHED = 0.4
 """The share of the peak that training is taken to reach. One V100 trained ResNet-50 in FP32 at
 253.1 images/s (batch 64; HKBU-HPML/ddl-benchmarks, 2020-05-29), which is 6.2 TFLOP/s, 0.40 of its
@@ -73,10 +74,9 @@ def _reached(machine: Topology) -> tuple[float, str]:
     found = {device.sm for device in machine.devices} or {_by_name(machine.name)}
     if len(found) > 1 or not (peak := PEAKS.get(next(iter(found)))):
         named = "" if machine.on_memory or any(found) else ", or --gpu, their model"
-        known = ", ".join(peak[1] for peak in PEAKS.values())
         raise CollectiveError(
             f"how fast the {machine.noun}s of {machine.name} compute is not known, only of "
-            f"{known}: give --tflops, what training reaches on one of them{named}"
+            f"{', '.join(MODELS)}: give --tflops, what training reaches on one of them{named}"
         )
     tflops = REACHED * peak[0]
     return tflops, (

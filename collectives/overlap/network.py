@@ -113,7 +113,7 @@ class Network:
         more = f", overhead {self.overhead_s * 1e3:.3f} ms" if self.overhead_s else ""
         return (
             f"{self.name}: {counted(self.workers, 'worker')}, start-up {self.startup_s * 1e3:.3f} "
-            f"ms, {self.seconds_per_byte * 1e9:.3f} ns a byte, gamma {self.gamma:g}{more}"
+            f"ms, {self.seconds_per_byte * 1e9:.3f} ns a byte, gamma {self.gamma:.3g}{more}"
         )
 
     def seconds(self, nbytes: float) -> float:

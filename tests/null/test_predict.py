@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from linkweave import topology
 from linkweave.bench.command.cli import app
-from linkweave.bench.command.predict import REACHED, network_of, ranks_of, work_of
+from linkweave.bench.command.predict import MODELS, PEAKS, REACHED, network_of, ranks_of, work_of
 from linkweave.collectives import CollectiveError, overlap
+from linkweave.topology.speeds import compute_capability
 from tests.null.helpers import linkweave
 
 
@@ -52,6 +53,7 @@ def test_the_speed_is_that_of_the_gpus_or_given() -> None:
         CollectiveError, match=r"the GPUs of mesh-2 compute is not known.* or --gpu"
     ):
         work_of("resnet50", topology.load("mesh-2"))
+    assert {compute_capability(model) for model in MODELS} == {*PEAKS}
 
 
 def test_a_measured_profile_keeps_its_times(tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_a_gpu_of_unknown_speed_is_not_asked_for_its_model() -> None:
     """It has been given."""
     with pytest.raises(CollectiveError) as error:
         work_of("resnet50", topology.load("pcie-2", gpu="rtx4090"))
-    assert "only of P100, V100, A100, H100, B200: give --tflops" in str(error.value)
+    assert "only of P100, V100, A100, H100, H200, B200, B300: give --tflops" in str(error.value)
     assert "--gpu" not in str(error.value)
     swapped = CliRunner().invoke(app, ["predict", "mesh-2", "resnet50"])
     assert "the model comes first: predict resnet50 mesh-2" in str(swapped.exception)
