@@ -239,7 +239,9 @@ def summary(
     facts["detours"] = "; ".join(
         f"{a} - {b} over {', '.join(map(str, via))}" for a, *via, b in made.detours
     ) or "none"  # fmt: skip
-    facts["chunks"] = f"{made.num_chunks} of {size_text(min(nbytes, made.chunk_bytes(nbytes)))} at most"
+    facts["chunks"] = (
+        f"{made.num_chunks} of {size_text(min(nbytes, made.chunk_bytes(nbytes)))} at most"
+    )
     facts["links"] = "exclusive" if made.exclusive else "; ".join(("shared", *made.notes))
     if told := [text for text in machine.assumptions if not text.startswith("measured: ")]:
         facts["assumed"] = "; ".join(told)
