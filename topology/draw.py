@@ -19,7 +19,7 @@ from linkweave.topology.graph import KINDS, Link, Vertex
 from linkweave.topology.layout import RADIUS, Positions, bend_through, lay_out, lay_out_node
 from linkweave.topology.loading import load
 from linkweave.topology.parts import Arrow, Part, PlanLike, parts_of
-from linkweave.topology.text import assumed, cables, ranks
+from linkweave.topology.text import assumed, cables, inside_node, ranks
 from linkweave.topology.topology import Topology
 
 if TYPE_CHECKING:
@@ -373,13 +373,11 @@ class _Picture:
         for name, (a, b) in self.layout.boxes.items():
             self.ax.fill(*_xy([a, complex(b.real, a.imag), b, complex(a.real, b.imag)]),
                          facecolor=_BOX, **style)  # fmt: skip
-            node, _, inner = name.rpartition(".")
-            short = inner if node.startswith("node") and "." not in node else name
             at = (a + b) / 2
             if name in self.layout.passed:
                 at = complex(self.free(), at.imag)
             back = {"facecolor": _BOX, "edgecolor": "none", "pad": 1}
-            self.text(at, short, 8 if (b - a).real > 0.8 else 6.5, zorder=7, bbox=back)
+            self.text(at, inside_node(name), 8 if (b - a).real > 0.8 else 6.5, zorder=7, bbox=back)
         for at, caption in self.layout.captions:
             self.text(at, caption, 9, zorder=5, color="#555555")
             self.ax.plot(*_xy([at]), color="none")  # makes room for the text

@@ -149,6 +149,12 @@ def _figures(link: Link) -> tuple[str, str, str]:
     )  # fmt: skip
 
 
+def inside_node(name: str) -> str:
+    """The name of a switch within its node: "nic0" of "node3.nic0"; others as they are."""
+    node, _, inner = name.partition(".")
+    return inner if inner and node.startswith("node") else name
+
+
 def vertex(v: Vertex) -> str:
     """ "GPU 3", or the switch's name."""
     return f"GPU {v}" if isinstance(v, int) else v

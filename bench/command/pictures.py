@@ -24,6 +24,7 @@ from linkweave.topology import Link, Topology, TopologyError, Vertex
 from linkweave.topology.clusters import nodes_of
 from linkweave.topology.graph import KINDS, neighbours, reach
 from linkweave.topology.layout import RADIUS, Positions, Star, lay_out, lay_out_node, star
+from linkweave.topology.text import inside_node
 
 SENDS = 6000
 """That move in a picture of one plan; with more, the same plan is cut into fewer chunks."""
@@ -66,7 +67,7 @@ class Picture:
         for v in vertices:
             at = where.anchor(v)
             one: dict[str, Any] = {"x": _px(at.real), "y": _px(-at.imag), "name": called(v)}
-            one["label"] = str(v).rpartition(".")[2] if isinstance(v, str) else str(v)
+            one["label"] = inside_node(str(v))
             if isinstance(v, str):
                 low, high = where.boxes[v]
                 one["box"] = [_px(low.real), _px(-high.imag), _px((high - low).real),

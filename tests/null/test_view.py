@@ -115,9 +115,12 @@ def test_what_a_page_cannot_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_leaves_stand_before_their_nodes() -> None:
     machine = topology.load("11 x dgx-a100 leaf=4 oversubscription=2")
     plan = collectives.plan_allreduce(machine, 1 << 20, "hierarchical_ring")
-    (view, _) = pictures.views_of_plans(machine, [pictures.Made(1 << 20, [(plan, None)])])
+    view, inner = pictures.views_of_plans(machine, [pictures.Made(1 << 20, [(plan, None)])])
     names = [one["name"] for one in view["nodes"]]
     assert names == [*(f"node {i}" for i in range(11)), "spine", "leaf 0", "leaf 1", "leaf 2"]
+    labels = [one["label"] for one in inner["nodes"]]
+    assert {"nvswitch", "nic0", "rail0.leaf0", "rail7.leaf0"} <= {*labels}
+    assert len({*labels}) == len(labels)
     links = {(names[k["a"]], names[k["b"]]): i for i, k in enumerate(view["links"])}
     between = {(f"node {i}", f"leaf {i // 4}") for i in range(11)}
     between |= {(f"leaf {i}", "spine") for i in range(3)}
