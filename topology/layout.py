@@ -147,7 +147,7 @@ def star(
     """Seats around a box; `between` names boxes that stand before some of them, which are seated
     side by side."""
     between = between or {}
-    seats = [seat for each in between.values() for seat in each] or seats
+    seats = [*dict.fromkeys([*(seat for each in between.values() for seat in each), *seats])]
     radius, turn = max(1.6, 0.17 * len(seats)), cmath.exp(-1j * math.tau / len(seats))
     around = {g: radius * 1j * turn**i for i, g in enumerate(seats)}
     corner = complex(0.35 * radius, 0.09 * radius)

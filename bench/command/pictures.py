@@ -245,7 +245,9 @@ def of_nodes(machine: Topology, nodes: Sequence[Sequence[int]], made: Sequence[M
             tuple(picture.line[ways[hop][0]] for hop in c.links if hop in ways)
             for c in plan.connections
         ]
-        apart = sorted({pair for pair in zip(ends, taken, strict=True) if pair[1]})
+        apart = sorted(
+            {pair for pair in zip(ends, taken, strict=True) if pair[1] and len({*pair[0]}) > 1}
+        )
         order = {pair: i for i, pair in enumerate(apart)}
         numbers = [order.get(pair, -1) for pair in zip(ends, taken, strict=True)]
         which = np.array(numbers)[line.rows[0]]

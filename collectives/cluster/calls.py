@@ -55,8 +55,7 @@ class ClusterCalls:
         self.ended, self._closed = "", False  # why no call can be made
         self._roll_call, self._asked, self._compares = roll_call, "", True
         self._one_way = 0  # calls in a row
-        self._in_use: list[object] = []  # whose memory connections may use after an error
-        self._known = FifoCache[tuple[object, ...], tuple[ClusterCall, str]]()
+        self._known = FifoCache[tuple[object, ...], tuple[ClusterCall, str, list[object]]]()
         self._trace = Trace(self.rank)
         # for this machine's first rank, which may compare a call twice
         self._patience = 2 * (timeout + 2 * LONGER) + GRACE + LONGER
@@ -76,7 +75,7 @@ class ClusterCalls:
 
     def repeat(
         self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: int,
-        how: How = "auto", result: int | None = None, *uneven: Any, owners: object = None,
+        how: How = "auto", result: int | None = None, *uneven: Any, owners: Sequence[Any] = (),
     ) -> bool:  # fmt: skip
         """Make a call once more, as `HostCalls.repeat`. Returns False unless its input and result,
         the memory of `owners`, are where those of an earlier one were."""
@@ -149,28 +148,37 @@ class ClusterCalls:
 
     def _make(self, request: Request, given: Buffer, result: Buffer | None, to: int | None) -> None:
         """Make a call, and remember it for `repeat`."""
-        owners = given, result
+        held: list[object] = []  # while the call is made, the tensors that `x` and `out` view
         with self.sharing_errors():
-            x = flat_over(replace(given, owner=None))
-            out = x if result is given else result and flat_over(replace(result, owner=None))
+            x = flat_over(replace(given, owner=held))
+            out = x if result is given else result and flat_over(replace(result, owner=held))
             call = call_of(self.links, request, x, out)
         name = label(request.kind, "along" if call.along else "network", request.buffer.nbytes)
-        self._make_traced(call, name, owners)
+        self._make_traced(call, name, held, (given, result))
         plain = request.layers is None and not (request.sizes or request.parts)
         if plain and isinstance(request.root, int):
             whole, root = request.buffer, request.root
             key = (request.kind, given.address, whole.nbytes, whole.dtype, request.op, root, to)
-            self._known.add(key, (call, name))
+            if key not in self._known:
+                self._known.add(key, (call, name, held))
 
-    def _make_traced(self, call: ClusterCall, name: str, owners: object) -> None:
+    def _make_traced(
+        self, call: ClusterCall, name: str, held: list[object], owners: Sequence[Any]
+    ) -> None:
+        """Make a call of `owners`' memory. After an error connections may go on using it, through
+        views that keep `held`."""
+        held += owners
         with self._trace.call(name):
             start = time.monotonic()
             try:
                 self.make_call(call)
-            except BaseException:
-                if self.ended or self._closed:
-                    self._in_use.append(owners)
+            except BaseException as error:
+                if isinstance(error, CollectiveError) and not (self.ended or self._closed):
+                    held.clear()  # a call that is refused has not begun
+                else:  # a tensor may get other memory
+                    held[:] = [x.detach() if isinstance(x, torch.Tensor) else x for x in owners]
                 raise
+            held.clear()
             if self._trace.level >= CALLS:
                 took = (time.monotonic() - start) * 1e6
                 way = ", along with the comparison" if call.along else ""

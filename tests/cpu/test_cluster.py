@@ -272,7 +272,7 @@ def test_allreduces_that_are_not_compared_and_ranks_dealt_to_machines_in_turn() 
     assert on_machines((2, 2), everything, False, dealt=True) == [None] * 4
 
 
-@pytest.mark.parametrize("n", [30, 600_000])  # the longer ones go along with no comparison
+@pytest.mark.parametrize("n", [30, 600_000])  # the long ones do not travel with the comparison
 @across((1, 1, 1), (2, 1))
 def test_calls_that_are_made_again(comm: ClusterCommunicator, n: int) -> None:
     """Calls of the same tensors with new values, which are remembered by their addresses."""
