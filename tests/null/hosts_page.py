@@ -30,10 +30,10 @@ A cell has the median of gloo's time over ours, by turns in the same ranks (abov
 faster), and from 1 MiB how far the prediction (`ClusterMap.seconds`) is off. Sizes are of the whole
 message, as in nccl-tests. gloo compares nothing; linkweave compares what ranks ask for with those
 that they hear from, before a result can be read. Of {cells} cells {slower} are more than 5 %
-slower than gloo. A comparison costs the first rank of a machine about 1.2 ms of CPU time, where gloo's
-own all-to-all of 1 MiB costs each rank 1.6 ms, and here four ranks share a core. Most losses are
-between 256 KiB and 4 MiB. An earlier version lost 91 cells on a computer of this kind that compared calls
-in half the time.
+slower than gloo. A comparison costs the first rank of a machine about 1.2 ms of CPU time, where
+gloo's own all-to-all of 1 MiB costs each rank 1.6 ms, and here four ranks share a core. Most losses
+are between 256 KiB and 4 MiB. An earlier version lost 91 cells on a computer of this kind that
+compared calls in half the time.
 """
 
 
