@@ -330,12 +330,12 @@ def _words(topology: Topology, cuts: Sequence[Cut]) -> str:
     crossing = [[k for k in topology.fabric if _crosses(k, cut)] for cut in cuts]
     links = [_links(of) for of in crossing]
     direct = all(isinstance(v, int) for of in crossing for k in of for v in (k.src, k.dst))
-    own = all(
-        len(group) == 1 and all(group[0] in (k.src, k.dst) for k in of)
-        for group, of in zip(groups, crossing, strict=True)
-    )
     if len(cuts) > 2:
         facts = {(len(g), n, c.capacity) for g, n, c in zip(groups, links, cuts, strict=True)}
+        own = all(
+            len(group) == 1 and all(group[0] in (k.src, k.dst) for k in of)
+            for group, of in zip(groups, crossing, strict=True)
+        )
         if len(facts) == 1 and own:
             return f"each GPU's {links[0]}"
         if len(facts) == 1 and len(groups[0]) == 1:

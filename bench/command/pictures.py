@@ -240,22 +240,21 @@ def of_nodes(machine: Topology, nodes: Sequence[Sequence[int]], made: Sequence[M
     def run(plan: Plan, nbytes: int, seconds: float | None) -> View:
         line = collectives.simulate(plan, machine, nbytes)
         gpus = machine.gpus
-        ends = [(home[gpus[c.src]], home[gpus[c.dst]]) for c in plan.connections]
-        taken = [
-            tuple(picture.line[ways[hop][0]] for hop in c.links if hop in ways)
+        routes = [
+            (
+                (home[gpus[c.src]], home[gpus[c.dst]]),
+                tuple(picture.line[ways[hop][0]] for hop in c.links if hop in ways),
+            )
             for c in plan.connections
         ]
-        apart = sorted(
-            {pair for pair in zip(ends, taken, strict=True) if pair[1] and len({*pair[0]}) > 1}
-        )
-        order = {pair: i for i, pair in enumerate(apart)}
-        numbers = [order.get(pair, -1) for pair in zip(ends, taken, strict=True)]
-        which = np.array(numbers)[line.rows[0]]
+        apart = sorted({((a, b), way) for (a, b), way in routes if way and a != b})
+        order = {route: i for i, route in enumerate(apart)}
+        which = np.array([order.get(route, -1) for route in routes])[line.rows[0]]
         busy, carried = dict.fromkeys(speed, 0.0), [0.0] * len(picture.line)
         for between, share in line.utilisation.items():
             if between in ways:
-                ends_drawn, rate = ways[between]
-                busy[ends_drawn] += share * rate / speed[ends_drawn]
+                ends, rate = ways[between]
+                busy[ends] += share * rate / speed[ends]
         sizes = plan.chunk_sizes(nbytes)
         moved = np.bincount(which + 1, sizes[line.rows[1]], minlength=len(apart) + 1)[1:]
         for (_, way), n in zip(apart, moved.tolist(), strict=True):
