@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from queue import Queue
 from typing import Any
 
@@ -26,7 +26,10 @@ class Hub:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=DEADLINE)
         self.rows: list[Any] = [None] * size
-        self.queues: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
+        # All at once: two threads that miss one key of a defaultdict may each get a queue.
+        self.queues: dict[tuple[int, int], Queue[torch.Tensor]] = {
+            pair: Queue() for pair in product(range(size), repeat=2)
+        }
         self.messages: list[tuple[str, int]] = []
         """(call, bytes) of each message that a rank gets from another."""
 
