@@ -1,8 +1,8 @@
 """`linkweave bench network`: collectives over machines, measured and predicted.
 
-Every rank runs the command, started by torchrun on all machines. The start-up and the seconds a
-byte come from all-reduces across machines alone and inside each machine alone; the predictions for
-whole collectives are made of these, and compared with what they take.
+Every rank runs the command, started by torchrun on all machines. Predictions come from the times of
+each collective at `SIZES`, and are compared with what it takes at other sizes. The start-up and the
+seconds a byte of all-reduces across machines alone are for `linkweave schedule`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,14 @@ from linkweave.bench.collectives import ours
 from linkweave.bench.peers import IN_PLACE, by_torch, collective, given, on_gloo, room, wanted
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.cluster.cluster_map import PIECE, ClusterMap
+from linkweave.collectives.cluster.cluster_map import ClusterMap
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.overlap.network import Fit, fit
+from linkweave.collectives.overlap.timing import Timing, increasing
 
 ACROSS = tuple(1 << at for at in (14, 22, 24, 25))  # bytes, over all columns
-INSIDE = (1 << 14, 1 << 20, PIECE)
+SIZES = tuple(1 << at for at in (11, 15, 19, 21, 23, 25))
+"""Bytes of the messages from whose times others are predicted."""
 HEADER = (
     f"{'collective':16}{'bytes':>12}{'ms':>10}{'predicted':>10}{'error':>8}{'GB/s':>8}{'#wrong':>8}"
     f"{'gloo ms':>10}{'x gloo':>8}"
@@ -57,24 +60,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Figures:
-    """The map, how well the fits describe what was measured, and whole collectives."""
+    """The map, how well its network describes what was measured, and whole collectives."""
 
     map: ClusterMap
-    fits: dict[str, Fit]
+    fit: Fit
     rows: list[Row]
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.map.ranks))
+        network = self.map.network
         lines = [
-            f"machines with {ranks} ranks; {self.map.startup_s * 1e3:.2f} ms to compare a call"
+            f"machines with {ranks} ranks; {self.map.startup_s * 1e3:.2f} ms to compare a call",
+            f"all-reduces across machines: start-up {network.startup_s * 1e3:.2f} ms, "
+            f"{network.seconds_per_byte * 1e9:.3f} ns a byte of the message "
+            f"(r2 {self.fit.r2:.4f}, worst {self.fit.worst:.0%})",
         ]
-        for name, found in self.fits.items():
-            network = found.network
-            lines.append(
-                f"{name}: start-up {network.startup_s * 1e3:.2f} ms, "
-                f"{network.seconds_per_byte * 1e9:.3f} ns a byte of the message "
-                f"(r2 {found.r2:.4f}, worst {found.worst:.0%})"
-            )
         return "\n".join([*lines, HEADER, *map(str, self.rows), LEGEND])
 
 
@@ -98,41 +98,43 @@ def measure(
 def _measured(
     comm: ClusterCommunicator, asked: list[tuple[str, int]], rounds: int, op: str
 ) -> Figures | None:
-    columns, machine = comm.machines.columns, comm.machine
+    columns = comm.machines.columns
 
     def across(nbytes: int) -> float:
         x = torch.zeros(max(1, nbytes // 4 // columns))
         return median(lambda: comm.across and comm.across.allreduce(x).wait())
 
-    def inside(nbytes: int) -> float:
-        x = torch.zeros(machine.size, max(1, nbytes // 4 // machine.size))
-
-        def both() -> None:
-            machine.in_place("reduce_scatter", x)
-            machine.in_place("allgather", x)
-
-        return median(both if machine.size > 1 else lambda: None)
-
     def median(call: Callable[[], object], rounds: int = rounds) -> float:
         return statistics.median(_times(comm, rounds, call)[0])
 
+    def made(kind: str, n: int) -> tuple[int, Any, Any, Callable[[], object]]:
+        """A message of about n bytes: its values, memory and call."""
+        count = max(1, n // 4 // comm.size) * comm.size
+        x = given(kind, comm.rank, comm.size, count)
+        out = np.full(room(kind, comm.size, count), -1, np.float32)
+        return count, x, out, ours(comm, kind, x, out, count, op)
+
+    def times(kind: str, sizes: Sequence[int]) -> tuple[Timing, ...]:
+        found = {}
+        for n in sizes:
+            count, x, _, call = made(kind, n)
+            x[:] = 0
+            found[4 * count] = median(call)
+        return tuple(map(Timing, found, increasing([*found.values()])))
+
     startup = median(comm.barrier, 10 * rounds)
     counts = tuple(map(len, comm.machines.ranks))
-    fits = {
-        "across machines": fit([(n, across(n)) for n in ACROSS], len(counts)),
-        "inside machines": fit([(n, inside(n)) for n in INSIDE], max(2, *counts)),
-    }
-    made = ClusterMap(counts, startup, *(found.network for found in fits.values()))
+    found = fit([(n, across(n)) for n in ACROSS], len(counts))
+    least, most = (some([n for _, n in asked]) for some in (min, max))
+    around = [n for n in SIZES if least <= 4 * n and n <= 2 * most]
+    sizes = around if len(around) > 1 else SIZES
+    kinds = dict.fromkeys(kind for kind, _ in asked)
+    known = ClusterMap(counts, startup, found.network, {kind: times(kind, sizes) for kind in kinds})
     rows = []
     for at in rounds_of(len(asked), comm.rank == 0):
         kind, n = asked[at]
-        count = n // 4 // comm.size * comm.size
-        x = given(kind, comm.rank, comm.size, count)
-        out = np.full(room(kind, comm.size, count), -1, np.float32)
-        call, want = (
-            ours(comm, kind, x, out, count, op),
-            wanted(kind, comm.rank, comm.size, count, op),
-        )
+        count, x, out, call = made(kind, n)
+        want = wanted(kind, comm.rank, comm.size, count, op)
         call()
         result, wrong = x if kind in IN_PLACE else out, np.zeros(1, np.int64)
         wrong[0] = 0 if want is None else int((result != want).sum())
@@ -140,11 +142,11 @@ def _measured(
         x[:] = 0
         ours_s, theirs = _times(comm, rounds, call, by_torch(kind, x, out, count, op=op))
         ratio = statistics.median(b / a for a, b in zip(ours_s, theirs, strict=True))
-        seconds, predicted = statistics.median(ours_s), made.seconds(kind, 4 * count)
+        seconds, predicted = statistics.median(ours_s), known.seconds(kind, 4 * count)
         of = op if collective(kind).combines else "none"
         gloo = statistics.median(theirs)
         rows.append(Row(kind, of, 4 * count, seconds, predicted, int(wrong[0]), gloo, ratio))
-    return Figures(made, fits, rows) if comm.rank == 0 else None
+    return Figures(known, found, rows) if comm.rank == 0 else None
 
 
 def _times(

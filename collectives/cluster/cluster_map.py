@@ -1,4 +1,4 @@
-"""What a collective over several machines takes, from measured start-ups and seconds a byte."""
+"""What goes along when machines compare a call, and what collectives over them take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.network import Network
+from linkweave.collectives.overlap.timing import Timing, checked, seconds, timings_of
 from linkweave.topology.checks import integer, number, shown
 
 PIECE = 8 << 20
@@ -50,65 +51,30 @@ class ClusterMap:
 
     startup_s: to compare a call on all ranks, in seconds.
     network: an all-reduce of a message over the machines, all columns together.
-    memory: a reduce-scatter and an all-gather of a message inside each machine.
+    times: of collectives of `ClusterCommunicator`, by size.
     Raises CollectiveError for values that make no sense.
     """
 
     ranks: tuple[int, ...]
     startup_s: float
     network: Network
-    memory: Network
+    times: dict[str, tuple[Timing, ...]]
 
     def __post_init__(self) -> None:
         for count in self.ranks:
             integer(count, "the ranks of a machine", 1)
         number(self.startup_s, "startup_s", 0, 1e6)
+        for timings in self.times.values():
+            checked(timings)
 
     def seconds(self, kind: str, nbytes: int) -> float:
-        """The predicted time of a collective of `ClusterCommunicator`, for a message of `nbytes`:
-        of the result of an all-gather and a gather, of the input of the others.
-
-        A short message takes a comparison, or half of one if it goes one way, and what leaves a
-        machine then; if machines combine shares of it, the first ranks exchange these once more. A
-        longer one takes a comparison, its steps and what leaves the busiest interface; of movements
-        in memory, those of one machine's rows, or of one piece, are not hidden. A
-        gather and a scatter hide all.
-        """
-        count, most, size = len(self.ranks), max(self.ranks), sum(self.ranks)
-        others, share = count - 1, most * nbytes / size  # share: of a machine's ranks
-        start, memory = self.startup_s, self.memory
-        pace = self.network.seconds_per_byte * count / (2 * max(1, others))  # of an interface
-        if kind in ("allreduce", "reduce"):
-            if nbytes * others <= AT_ONCE:
-                return start / (1 + (kind == "reduce")) + pace * nbytes * others
-            if goes_along(-(-nbytes // count), count, most, kind == "allreduce"):
-                sent = pace * 2 * others * nbytes / count
-                return 1.5 * start + sent + memory.seconds_per_byte * nbytes
-            return start + self._in_pieces(nbytes)
-        frame: float
-        if kind == "alltoall":
-            frame, leaves = most * share, share * (size - most)
-        elif kind == "broadcast":
-            frame, leaves = nbytes, nbytes * others.bit_length()
-        else:
-            frame, leaves = share, share * others
-        if goes_along(frame, count, most, kind in ("broadcast", "alltoall")):
-            if kind in ("broadcast", "gather", "scatter"):
-                start /= 2
-            return start + pace * frame * others + memory.seconds_per_byte * share
-        if kind in ("gather", "scatter"):
-            return start + pace * leaves
-        steps = self.network.startup_s / 2  # as many as of a reduce-scatter
-        return start + steps + pace * leaves + memory.seconds(nbytes / count) / 2
-
-    def _in_pieces(self, nbytes: int) -> float:
-        """While the network carries one piece, memory moves the others: the slower of the two takes
-        its whole time, the other one that of a single piece."""
-        piece = min(nbytes, PIECE)
-        pieces = -(-nbytes // PIECE)
-        over_network = self.network.seconds(nbytes) + self.memory.seconds(piece)
-        in_memory = pieces * self.memory.seconds(piece) + self.network.seconds(piece)
-        return max(over_network, in_memory)
+        """The predicted time of a collective, for a message of `nbytes`: of the result of an
+        all-gather and a gather, of the input of the others. Linear between the sizes measured, and
+        beyond them as `timing.seconds`. Raises CollectiveError for a collective without times."""
+        if kind not in self.times:
+            known = ", ".join(self.times) or "none"
+            raise CollectiveError(f"{kind} was not measured: this map has times of {known}")
+        return seconds(self.times[kind], nbytes)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -118,7 +84,10 @@ class ClusterMap:
         """Raises CollectiveError for text that `to_json` has not made."""
         try:
             data = json.loads(text)
-            network, memory = (Network(**data[name]) for name in ("network", "memory"))
-            return ClusterMap(tuple(data["ranks"]), data["startup_s"], network, memory)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            times = {
+                kind: timings_of(rows, f"times of {kind}") for kind, rows in data["times"].items()
+            }
+            ranks, network = tuple(data["ranks"]), Network(**data["network"])
+            return ClusterMap(ranks, data["startup_s"], network, times)
+        except (AttributeError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise CollectiveError(f"{shown(text[:80])} is no cluster map: {error}") from None

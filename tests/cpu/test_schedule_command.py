@@ -86,7 +86,7 @@ def test_json_and_a_profile_of_ones_own(tmp_path: Path) -> None:
 def test_a_network_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "map.json"
     net = overlap.Network(2e-3, 1.1e-9, workers=4)
-    file.write_text(ClusterMap((2, 2, 2, 2), 0.0, net, net).to_json())
+    file.write_text(ClusterMap((2, 2, 2, 2), 0.0, net, {}).to_json())
     for spec in ("a=2ms,b=1.1ns,workers=4", file):
         out = run(f"schedule --profile vgg16 --network {spec} --workers 8 --policy ddp")
         assert "8 workers, start-up 4.667 ms, 1.283 ns a byte" in out

@@ -1,10 +1,14 @@
-"""What goes along with the comparison of a call fits the frames that machines receive."""
+"""What goes along with the comparison of a call fits the frames that machines receive; what calls
+take, by a map."""
 
 from __future__ import annotations
 
 import pytest
 
-from linkweave.collectives.cluster.cluster_map import AT_ONCE, goes_along, most_along
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.cluster.cluster_map import AT_ONCE, ClusterMap, goes_along, most_along
+from linkweave.collectives.overlap import Network
+from linkweave.collectives.overlap.timing import Timing
 
 ITEM = 8  # bytes of the largest element, by which a machine's share may exceed an equal one
 
@@ -19,3 +23,20 @@ def test_what_goes_along_fits(machines: int, most: int) -> None:
             assert nbytes + ITEM <= room
         assert not goes_along(nbytes, machines, most, quarter=True) or 4 * nbytes <= 512 << 10
     assert AT_ONCE // (machines - 1) <= room
+
+
+def test_a_map_predicts_between_the_sizes_measured() -> None:
+    times = {"reduce": (Timing(1000, 2.0), Timing(2000, 3.0), Timing(8000, 9.0))}
+    made = ClusterMap((2, 1), 1e-3, Network(2e-3, 3e-9), times)
+    assert ClusterMap.from_json(made.to_json()) == made
+    found = [made.seconds("reduce", n) for n in (1, 1000, 1500, 5000, 8000, 16000)]
+    assert found == [2.0, 2.0, 2.5, 6.0, 9.0, 17.0]
+    with pytest.raises(CollectiveError, match=r"allgather was not measured: .* times of reduce"):
+        made.seconds("allgather", 1000)
+
+
+@pytest.mark.parametrize("change", ['"reduce": 3', '"reduce": [{"nbytes": 1}]', '"reduce": [3]'])
+def test_a_map_that_is_none_is_refused(change: str) -> None:
+    text = '{"ranks": [1, 1], "startup_s": 0, "network": {"startup_s": 0, "seconds_per_byte": 0}, '
+    with pytest.raises(CollectiveError):
+        ClusterMap.from_json(f'{text}"times": {{{change}}}}}')

@@ -189,7 +189,7 @@ def test_a_network_is_read_from_what_users_write(tmp_path: Path) -> None:
     file.write_text('{"startup_s": 0.001, "seconds_per_byte": 1e-9}')
     assert overlap.network_from(str(file), 8) == Network(1e-3, 1e-9, 2.0, 8, "my=net")
     fitted = Network(2e-3, 3e-9, 2.0, 4, "fitted")
-    file.write_text(ClusterMap((2, 2, 2, 2), 1e-3, fitted, four).to_json())
+    file.write_text(ClusterMap((2, 2, 2, 2), 1e-3, fitted, {}).to_json())
     assert overlap.network_from(str(file)) == fitted
     assert overlap.network_from(str(file), 16) == fitted.at(16)
 
