@@ -11,15 +11,16 @@ from pathlib import Path
 
 from linkweave.topology.checks import TopologyError
 from linkweave.topology.clusters import looks_like_cluster, nodes_of, parse_cluster
-from linkweave.topology.machines import NAMES, machine, of_cards
+from linkweave.topology.machines import CLOUD, NAMES, machine, of_cards
 from linkweave.topology.readers.detect import detect
 from linkweave.topology.readers.measured import looks_like_p2p, overlay
 from linkweave.topology.readers.nccl_xml import parse_nccl_xml
 from linkweave.topology.readers.parse_smi import looks_like_smi, parse_smi
-from linkweave.topology.speeds import known_model
+from linkweave.topology.speeds import compute_capability, known_model
 from linkweave.topology.topology import Topology
 
 LARGEST = 32 << 20  # bytes of a file
+_OF_CARDS = "pcie-", "mesh-", "ring-"  # machines of GPUs whose model is not known
 _NCCL_TESTS = re.compile(r"\balgbw\s+busbw\b")
 
 
@@ -36,7 +37,8 @@ def load(
 
     `measured` is the path or text of figures that replace nominal ones: what `linkweave bench
     links` or `bench algorithms` wrote or p2pBandwidthLatencyTest printed. `gpu` is the model, such
-    as "b300", of GPUs that the text does not name. Raises TopologyError that says what is wrong.
+    as "b300", of GPUs that the text, or "pcie-8", "mesh-8" or "ring-8", does not name. Raises
+    TopologyError that says what is wrong.
     """
     made = spec if isinstance(spec, Topology) else _load(spec, gpu or "")
     if gpu:
@@ -66,24 +68,36 @@ def _load(spec: str | os.PathLike[str], gpu: str) -> Topology:
         return detect()
     if not _is_text(text):
         if found := machine(text):
-            return of_cards(found, gpu) if gpu and text.startswith("pcie-") else found
+            return of_cards(found, gpu) if gpu and text.startswith(_OF_CARDS) else found
         if os.path.isfile(text):
             return _parse(read(text), text, Path(text).stem, gpu)
         if looks_like_cluster(text):
             return parse_cluster(text, partial(_one_machine, gpu=gpu))
     elif made := _parse_known(text, "", None, gpu):
         return made
-    begin = [name for name in NAMES if text and name.startswith(text.lower())]
-    near = begin or get_close_matches(text.lower(), NAMES, 1)
-    if not _is_text(text) and machine(text.lower()):
-        near = [text.lower()]
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = "" if _is_text(text) or not (near := _near(text)) else f"did you mean {near}? "
     folder = not _is_text(text) and os.path.isdir(text)
     raise TopologyError(
         f"unknown machine {text[:200] + '...' * (len(text) > 200)!r}: "
         f"{'a folder, no' if folder else 'no such'} "
-        f"file, and no such name; {hint}names are auto, {', '.join(NAMES)}, N x NAME"
+        f"file, and no such name; {hint}names are auto, {', '.join(NAMES)}, N x NAME, and types of "
+        "cloud machines such as p5.48xlarge"
     )
+
+
+def _near(text: str) -> str:
+    """Which machine may be meant by a text that names none; empty if none is like it."""
+    lower = text.lower().strip()
+    if found := re.fullmatch(r"(\S+) x (\d+)", lower):
+        return f"{found[2]} x {found[1]}"
+    if machine(lower):
+        return lower
+    names = [*NAMES, *CLOUD]
+    if near := [name for name in names if lower and (name.startswith(lower) or lower in name)]:
+        return " or ".join(near)
+    if compute_capability(lower.replace("-", " ")):
+        return f"pcie-8 --gpu {lower.replace(' ', '')}"
+    return " or ".join(get_close_matches(lower, names, 1))
 
 
 def _is_text(text: str) -> bool:

@@ -152,13 +152,14 @@ def pcie(n: int) -> Topology:
 
 
 def of_cards(machine: Topology, model: str) -> Topology:
-    """`pcie` with GPUs of a model, on ports of its generation. Raises TopologyError for a model
-    that is not known."""
+    """`pcie`, on ports of the generation of a model of GPU, `mesh` or `ring` with such GPUs. Raises
+    TopologyError for a model that is not known."""
     sm = speeds.known_model(model)
-    links = tuple(replace(link, bandwidth=speeds.pcie_port(sm)) for link in machine.links)
-    told = machine.assumptions
-    if speeds.without_peers(model):
-        told += ("GPUs reach each other's memory, which GeForce RTX 40 and 50 do not",)
+    port = speeds.pcie_port(sm)
+    links = tuple(
+        link if link.kind == "nvlink" else replace(link, bandwidth=port) for link in machine.links
+    )
+    told = (*machine.assumptions, *[speeds.PEERS] * speeds.without_peers(model))
     devices = tuple(GpuId(gpu, model=model, sm=sm) for gpu in machine.gpus)
     return replace(
         machine, name=f"{machine.name} of {model}", links=links, devices=devices, assumptions=told
@@ -223,7 +224,7 @@ def machine(name: str) -> Topology | None:
     if (plain := name.lower().removeprefix("standard_")) in CLOUD:
         like, provider = CLOUD[plain]
         made = _FIXED[like]()
-        told = f"GPUs joined as in {like}, by {provider}'s list of instance types; its NICs apart"
+        told = f"GPUs joined as in {like}, by {provider}'s list of instance types; NICs are not"
         return replace(made, name=name, assumptions=(*made.assumptions, told))
     found = re.fullmatch(r"(\w+)-(-?\d{1,18})", name)
     if not found or found[1] not in _SIZED:

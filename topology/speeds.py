@@ -70,6 +70,10 @@ def compute_capability(model: str) -> int:
     return next((sm for pattern, sm in _MODELS if re.search(pattern, model, re.IGNORECASE)), 0)
 
 
+PEERS = "GPUs reach each other's memory, which GeForce RTX 40 and 50 do not"
+"""What is assumed of cards `without_peers`."""
+
+
 def without_peers(model: str) -> bool:
     """Whether NVIDIA's driver lets such cards not access each other's memory."""
     return re.search(r"\b(RTX ?)?[45]0[5-9]0\b", model, re.IGNORECASE) is not None

@@ -179,7 +179,7 @@ def as_data(charts: Sequence[Chart]) -> dict[str, Any]:
             layers = [piece.layer for piece in c.pieces]
             those = names[layers[0]] + (f" and {len(layers) - 1} more" if len(layers) > 1 else "")
             words = (
-                f"{c.kind} {number} of {those}: {c.nbytes / 1e3:,.0f} kB, its gradients ready at "
+                f"{c.kind} {number} of {those}: {_size(c.nbytes)}, its gradients ready at "
                 f"{max(line.backward[layer][1] for layer in layers) * 1e3:.2f} ms"
             )
             rows[1 + c.lane] += [
@@ -196,6 +196,10 @@ def as_data(charts: Sequence[Chart]) -> dict[str, Any]:
                      for name, bars in zip(chart.rows, rows, strict=True)],
         })  # fmt: skip
     return {"layers": len(names), "charts": found}
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e3:,.0f} kB" if nbytes >= 1e4 else f"{nbytes:,.0f} bytes"
 
 
 def _us(seconds: float) -> float:

@@ -19,6 +19,7 @@ from linkweave.collectives.overlap import Network, Profile, Schedule
 from linkweave.collectives.overlap.profile import sample_of
 from linkweave.topology import Topology
 from linkweave.topology.checks import integer, number
+from linkweave.topology.machines import CLOUD, NAMES
 from linkweave.topology.speeds import compute_capability
 from linkweave.topology.text import assumed, ranks
 
@@ -73,7 +74,8 @@ def work_of(
 def _reached(machine: Topology) -> tuple[float, str]:
     found = {device.sm for device in machine.devices} or {_by_name(machine.name)}
     if len(found) > 1 or not (peak := PEAKS.get(next(iter(found)))):
-        named = "" if machine.on_memory or any(found) else ", or --gpu, their model"
+        known = machine.on_memory or any(found) or any(name in machine.name for name in NAMES)
+        named = "" if known else ", or --gpu, their model"
         raise CollectiveError(
             f"how fast the {machine.noun}s of {machine.name} compute is not known, only of "
             f"{', '.join(MODELS)}: give --tflops, what training reaches on one of them{named}"
@@ -86,7 +88,8 @@ def _reached(machine: Topology) -> tuple[float, str]:
 
 
 def _by_name(name: str) -> int:
-    return 70 if "dgx2" in name else compute_capability(name)
+    like = next((like for cloud, (like, _) in CLOUD.items() if cloud in name.lower()), name)
+    return 70 if "dgx2" in like else compute_capability(like)
 
 
 def network_of(machine: Topology, algorithm: str = "auto") -> Network:
@@ -159,6 +162,6 @@ def speed(found: Sequence[Schedule], work: Work, machine: Topology) -> str:
     n = len(machine.gpus)
     pace = n * work.batch / best.predicted_seconds
     return (
-        f"{ranks(machine)} train {pace:,.0f} samples/s with {best.policy}, "
+        f"{ranks(machine)} train{'s'[: n == 1]} {pace:,.0f} samples/s with {best.policy}, "
         f"{schedules.efficiency(best):.1%} of {n} times one {machine.noun}"
     )

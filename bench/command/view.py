@@ -94,7 +94,7 @@ def view(
             replace(gantt.predicted(overlap.plan(work.profile, network, name)), about=work.words)
             for name in POLICIES
         ]
-    write(out, found.name, about(found), views, charts)
+    write(out, found.name, about(found), views, charts, opened=0 if node is None else 1)
 
 
 def _step(given: str) -> list[gantt.Chart] | None:
@@ -115,19 +115,21 @@ def about(machine: Topology) -> str:
 
 def write(
     out: Path, title: str, what: str, views: Sequence[View] = (),
-    charts: Sequence[gantt.Chart] = (), judged: Any = None,
+    charts: Sequence[gantt.Chart] = (), judged: Any = None, opened: int = 0,
 ) -> None:  # fmt: skip
-    text = page(title, what, views, charts, judged)
+    text = page(title, what, views, charts, judged, opened)
     out.write_text(text)
     options.console.print(f"written: {out} ({len(text) / 1e3:,.0f} kB)", highlight=False)
 
 
 def page(
     title: str, what: str, views: Sequence[View] = (), charts: Sequence[gantt.Chart] = (),
-    judged: Any = None,
+    judged: Any = None, opened: int = 0,
 ) -> str:  # fmt: skip
+    """`opened`: the number of the view that is shown first."""
     steps = gantt.as_data(charts) if charts else None
-    data = {"title": title, "what": what, "views": views, "steps": steps, "judged": judged}
+    data = {"title": title, "what": what, "views": views, "open": opened, "steps": steps,
+            "judged": judged}  # fmt: skip
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     template = files("linkweave.bench.command").joinpath("view.html").read_text()
     return template.replace("DATA", text, 1)

@@ -206,4 +206,6 @@ def difference(notices: Sequence[Sequence[int]], refusals: dict[int, str]) -> st
         why = f": {refusals[peer]}" if refusals.get(peer) else ""
         groups.setdefault(text + why, []).append(peer)
     asked = "; ".join(f"ranks {peers}: {what}" for what, peers in groups.items())
+    if {KINDS[row[_KIND]] for row in notices} == {"allgather"}:
+        asked += ". For parts of different lengths, pass counts=, the rows of each rank"
     return f"the ranks' calls differ: {asked}"

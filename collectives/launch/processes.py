@@ -60,8 +60,9 @@ def spawn(
     topology, timeout, order, max_blocks, peer_access: see `Settings`.
 
     Returns the results by rank, which must pickle.
-    Raises the exception of the first rank that fails, with a note that names it. The other ranks
-    are stopped, except threads that still run 5 s after the failure.
+    Raises the exception of the first rank that fails, with a note that names it; CollectiveError
+    for one that calls `sys.exit`. The other ranks are stopped, except threads that still run 5 s
+    after the failure.
     """
     nprocs = integer(nprocs, "nprocs", 1)
     gpus = None if device == "cpu" else gpus_of(device, nprocs)
@@ -265,7 +266,7 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
             os._exit(code if isinstance(code, int) else int(code is not None))
         if communicator is not None:
             communicator.abort(RAISED)
-        payload = _failure(error, traceback.format_exc(), dumps)
+        payload = _failure(_told(error, rank), traceback.format_exc(), dumps)
     try:
         results.send_bytes(payload)
         results.close()
@@ -281,6 +282,16 @@ def _child(results: Connection, job: tuple[Any, ...]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)  # skips the parent's atexit handlers and threads
+
+
+def _told(error: BaseException, rank: int) -> BaseException:
+    """The error that `spawn` raises: one of a rank must not end the caller without a word."""
+    if not isinstance(error, SystemExit):
+        return error
+    return CollectiveError(
+        f"rank {rank} called sys.exit({'' if error.code is None else repr(error.code)}); a rank "
+        "ends by returning"
+    )
 
 
 def _failure(error: BaseException, text: str, dumps: Callable[[Any], bytes]) -> bytes:
@@ -344,8 +355,8 @@ def spawn_threads(
             set_of_thread(communicator)
             values[rank] = fn(rank, *args)
         except BaseException as error:
-            error.add_note(f"rank {rank}:\n{traceback.format_exc()}")
-            errors[rank] = error
+            errors[rank] = _told(error, rank)
+            errors[rank].add_note(f"rank {rank}:\n{traceback.format_exc()}")
             failed.set()
             if communicator is not None:
                 communicator.abort(RAISED)

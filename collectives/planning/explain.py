@@ -179,9 +179,10 @@ def explain(
             except PlanError as error:
                 refused.append((name, str(error)))
     rows.sort(key=lambda row: (row.seconds, row.algorithm != choice))
+    changes = crossovers(topology)
     return Explanation(
         topology.name, nbytes, tuple(rows), tuple(refused), choice,
-        _reason(rows, choice, nbytes), best, crossovers(topology), k,
+        _reason(rows, choice, nbytes, changes[0][1]), best, changes, k,
         () if k is None else sparse_costs(topology, nbytes // 4, k), reducing_bound(topology),
         (measured_seconds(topology.timings, NCCL, nbytes) or (None,))[0],
         any(t.algorithm == NCCL and t.nbytes == nbytes for t in topology.timings),
@@ -207,7 +208,8 @@ def _row(topology: Topology, nbytes: int, name: Named, best: Bound) -> Row:
     )  # fmt: skip
 
 
-def _reason(rows: list[Row], choice: str, nbytes: int) -> str:
+def _reason(rows: list[Row], choice: str, nbytes: int, shortest: str) -> str:
+    """`shortest` is the choice for the shortest message."""
     mine = next(row for row in rows if row.algorithm == choice)
     others = [row for row in rows if row.algorithm != choice]
     if not others or not mine.seconds:
@@ -230,7 +232,9 @@ def _reason(rows: list[Row], choice: str, nbytes: int) -> str:
     if mine.share > 0.5:
         return f"{choice} moves bytes at {mine.share:.0%} of what the links can carry, {ahead}"
     if rival.first_chunk_seconds > mine.seconds or nbytes < 1 << 20:
-        return f"the message is small, so start-ups decide: {choice} has the fewest, {ahead}"
+        if choice == shortest:
+            return f"the message is small, so start-ups decide: {choice} has the fewest, {ahead}"
+        return f"start-ups count beside bytes: {choice} is {ahead}"
     return f"{choice} is {ahead}"
 
 

@@ -20,7 +20,7 @@ from linkweave.topology.checks import shown
 
 
 def refuse(
-    module: Any, optimizers: Sequence[Any], schedule: Any, exchange: Any, dtype: Any
+    module: Any, optimizers: Sequence[Any], schedule: Any, chained: Any, exchange: Any, dtype: Any
 ) -> None:
     """Raise CollectiveError for what cannot be trained."""
     if not isinstance(module, nn.Module):
@@ -62,6 +62,10 @@ def refuse(
         )
     if exchange != "dense" and not isinstance(exchange, GTopK):
         raise CollectiveError(f"exchange must be 'dense' or a GTopK, not {shown(exchange)}")
+    if chained and exchange != "dense":
+        raise CollectiveError(
+            "GTopK sends after the backward pass, beside no forward pass: leave out chained=True"
+        )
     mine = {id(p) for p in module.parameters()}
     for optimizer in optimizers:
         groups = groups_of(optimizer)

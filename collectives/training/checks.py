@@ -148,5 +148,6 @@ class DivergenceCheck:
                     f"ranks have parted: {one.name} of rank {', '.join(ranks)} differs from that "
                     f"of the other ranks since a step from {max(0, number - EVERY * PARTS)} to "
                     f"{number}. A parameter was changed on some ranks only, such as by a step with "
-                    "gradients that were not averaged, or by loading a state on one rank"
+                    "gradients that were not averaged or with other options of the optimizer, or "
+                    "by loading a state on one rank"
                 )

@@ -98,7 +98,7 @@ class DataParallel(nn.Module):
         super().__init__()
         _keep_keys(self)
         optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
-        refuse(module, optimizers, schedule, exchange, reduce_dtype)
+        refuse(module, optimizers, schedule, chained, exchange, reduce_dtype)
         scale = loss_scale_of(scaler)
         self.module = module
         self._engine: Engine | None = None
@@ -144,12 +144,19 @@ class DataParallel(nn.Module):
                 return Dense(gradients, transport, reduce_dtype)
             return SparseExchange(spec, gradients, transport, scale)
 
+        policy = POLICIES.get(schedule) if isinstance(schedule, str) else None
+        chaining = ""
+        if chained:
+            chaining = "Leave out chained=True"
+        elif spec is None and (policy.chains if policy else getattr(schedule, "chained", False)):
+            chaining = "Take a schedule that is not chained"
         chains = chained or schedule != "auto"
         trace = Trace(transport.rank)  # here, where a bad value of LINKWEAVE_DEBUG is an error
         self._engine = engine = Engine(
             module, transport, embeddings, flagged=spec is None, exchange_of=exchange_of,
             tuner_of=lambda engine: Tuner(schedule, engine, chains, trace), after=after,
             rebuilds=not isinstance(schedule, Schedule), compares=check_divergence,
+            chaining=chaining,
         )  # fmt: skip
         self._transport = transport
         self._spec = spec
@@ -159,15 +166,10 @@ class DataParallel(nn.Module):
             stepper.engines.append(engine)
             stepper.scale = scale
             engine.steppers.append(stepper)
-        policy = POLICIES.get(schedule) if isinstance(schedule, str) else None
-        asked = chained or bool(policy and policy.chains) or getattr(schedule, "chained", False)
-        if asked and spec is None and (why := engine.fault_of_chaining()):
+        if chaining and (why := engine.refused_chaining()):
             engine.close()
             self._leave()
-            raise CollectiveError(
-                f"the training cannot be chained with the next forward pass: {why}. Take a "
-                "schedule that is not chained"
-            )
+            raise CollectiveError(why)
         registers: list[Any] = []
         for one in optimizers:
             registers += [one.register_state_dict_pre_hook, one.register_load_state_dict_pre_hook]

@@ -39,15 +39,17 @@ class Engine:
 
     exchange_of: makes the exchange for the units' buffers. tuner_of: makes what gives the engine
     its programs (`before_step`); it may adopt one at once. after: called at the end of each
-    backward pass that has sent, with a rank that has made it.
+    backward pass that has sent, with a rank that has made it. chaining: if a chained training was
+    asked for, how not to ask for it.
     """
 
     def __init__(
         self, module: nn.Module, transport: Transport, embeddings: Embeddings, *,
         flagged: bool, exchange_of: Callable[[GradientBuffers, Engine], Exchange],
         tuner_of: Callable[[Engine], Any], after: Callable[[int], None], rebuilds: bool,
-        compares: bool,
+        compares: bool, chaining: str,
     ) -> None:  # fmt: skip
+        self._chaining = chaining
         self.module, self.transport, self.embeddings = module, transport, embeddings
         self._flagged, self._exchange_of, self._tuner_of = flagged, exchange_of, tuner_of
         self._after, self._rebuilds, self._checks = after, rebuilds, compares
@@ -147,8 +149,8 @@ class Engine:
         if self._layout.changed():
             self._changed()
         self._compiled = self._layout.compiled or callable(callback)
-        if self._compiled and self.units and self.program.chained:
-            self._fail(f"schedule {self.program.policy} is chained, but {self.fault_of_chaining()}")
+        if self._compiled and self._chaining:
+            self._fail(self.refused_chaining())
         self.moments.forward_begins()
         self._running += 1
         known = self.units or self._recorded or self._compiled
@@ -429,11 +431,8 @@ class Engine:
 
     def adopt(self, program: Program) -> None:
         """Carry out another program from the next step on. All ranks must call it."""
-        if program.chained and (why := self.fault_of_chaining()):
-            raise CollectiveError(
-                f"schedule {program.policy} is chained with the next forward pass, which this "
-                f"training cannot be: {why}. Take a schedule that is not chained"
-            )
+        if program.chained and (why := self.refused_chaining()):
+            raise CollectiveError(why)
         if self.state is State.PENDING:
             self.finish()
         self.transport.open(program.lanes)
@@ -446,6 +445,12 @@ class Engine:
     def fault_of_chaining(self) -> str:
         """Why the training cannot be chained; empty if it can."""
         return fault_of_chaining(self._compiled, self.dense_steppers, self.units)
+
+    def refused_chaining(self) -> str:
+        """What to say to who has asked for chaining; empty if the training can be chained."""
+        words = "the training cannot be chained with the next forward pass"
+        why = self.fault_of_chaining()
+        return f"{words}: {why}. {self._chaining}" if why else ""
 
     def _lanes(self) -> Lanes:
         return lanes_of(

@@ -296,6 +296,8 @@ def failing(rank: int, how: str) -> Any:
             return lambda: None
         if how == "exit":
             os._exit(3)
+        if how == "sys.exit":
+            sys.exit(0)
     collectives.barrier()
     return rank
 
@@ -307,6 +309,7 @@ def failing(rank: int, how: str) -> Any:
         ("local", CollectiveError, "Local: of no module"),
         ("odd", CollectiveError, "Odd: odd 1 2"),
         ("result", Exception, "(?i)pickle"),
+        ("sys.exit", CollectiveError, r"rank 1 called sys\.exit\(0\); a rank ends by returning"),
         ("exit", CollectiveError, r"rank 1 \(process \d+\) exited with status 3"),
     ],
 )

@@ -13,7 +13,18 @@ import torch
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
-from training_models import adamw, apart, copied, error_of, imported, made, on_all, same, sgd
+from training_models import (
+    adamw,
+    apart,
+    copied,
+    error_of,
+    images,
+    imported,
+    made,
+    on_all,
+    same,
+    sgd,
+)
 from training_pair import Pair, net, pairs
 
 from linkweave.collectives import DataParallel
@@ -115,6 +126,22 @@ def test_another_module_uses_a_parameter_first(rank: int) -> None:
     pair.inner.which = pair.alone.which = 1
     pair.steps(2, 3)
     pair.close()
+
+
+@on_ranks(2)
+def test_a_model_compiled_after_chaining_was_asked_for(rank: int) -> None:
+    """It is told at the first pass, not once a chained schedule is carried out."""
+    asked = {
+        "Leave out chained=True": {"chained": True},
+        "Take a schedule that is not chained": {"schedule": "us-byte"},
+    }
+    for words, how in asked.items():
+        inner = net()
+        model = DataParallel(inner, sgd(inner.parameters()), **how)
+        fast = torch.compile(model, backend="eager")
+        said = error_of(lambda fast=fast: fast(images(0, 2)[0]))
+        assert f"nothing can wait before its layers. {words}" in said
+        model.close()
 
 
 @on_ranks(2)

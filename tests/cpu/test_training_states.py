@@ -22,7 +22,7 @@ from training_models import (
 )
 from training_pair import Pair, net
 
-from linkweave.collectives import DataParallel
+from linkweave.collectives import DataParallel, GTopK
 from tests.cpu.on_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures(imported.__name__)
@@ -133,6 +133,7 @@ def test_what_is_refused(rank: int) -> None:
         "schedule must be a Schedule or one of auto, ddp": {"schedule": "fastest"},
         "not 3": {"schedule": 3},
         "exchange must be 'dense' or a GTopK, not 'sparse'": {"exchange": "sparse"},
+        "leave out chained=True": {"exchange": GTopK(0.1), "chained": True},
         "group must be a Communicator or a ProcessGroup": {"group": "world"},
     }.items():
         assert words in error_of(lambda e=extra: DataParallel(inner, good, **e))

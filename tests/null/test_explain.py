@@ -49,6 +49,8 @@ def test_words() -> None:
     text = str(collectives.explain(load("dgx1-v100"), 8192))
     assert "start-ups decide: one_shot has the fewest" in text
     assert "bottleneck: each GPU's six links" in " ".join(text.split())
+    longer = collectives.explain(load("dgx-h100"), 1 << 20)
+    assert longer.reason.startswith("start-ups count beside bytes: two_shot is 1.51 times faster")
     alone = collectives.explain(load("mesh-1"), 1024)
     assert "nothing to choose between" in alone.reason
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from linkweave import collectives, topology
-from linkweave.topology import machines
+from linkweave.topology import machines, speeds
 from tests.cpu.commands import command
 from tests.null.helpers import linkweave
 
@@ -38,6 +38,10 @@ WRONG = {
     "what-if dgx1-v100 --remove-link 2-9": "has no link 2-9",
     "what-if dgx1-v100 --remove-link 0-3=3": "has 2 links from 0 to 3: cannot remove 3",
     "what-if dgx1-v100 --add-link 0-9": "has no GPU or switch 9",
+    "topo rtx5090": "did you mean pcie-8 --gpu rtx5090?",
+    "topo 'p5.48xlarge x 4'": "did you mean 4 x p5.48xlarge?",
+    "topo v100": "did you mean dgx1-v100?",
+    "predict gpt2 mi300x": "what training reaches on one of them\n",
     "what-if dgx1-v100 --add-nic 1": "is one machine: NICs join the nodes",
     "what-if ring-4 --add-link 0-2 --png a.svg": "a file that ends in .png, not a.svg",
     "what-if mesh-2 --remove-link 0-1": "from GPU 0",
@@ -68,7 +72,7 @@ def test_rented_machines_have_names(name: str) -> None:
     made = topology.load(name)
     like, provider = machines.CLOUD[name.lower().removeprefix("standard_")]
     assert made.name == name and made.links == topology.load(like).links
-    assert any(provider in told and "NICs apart" in told for told in made.assumptions)
+    assert any(provider in told and "NICs are not" in told for told in made.assumptions)
     assert topology.load(f"2 x {name}").gpus == tuple(range(16))
 
 
@@ -111,6 +115,26 @@ def test_cards_are_known_as_people_write_them(model: str, sm: int, rate: int, ap
     assert {device.sm for device in machine.devices} == {sm} and len(machine.devices) == 8
     assert {link.bandwidth for link in machine.links} == {rate * 10**9}
     assert any("GeForce RTX 40 and 50 do not" in told for told in machine.assumptions) == apart
+
+
+def test_two_cards_of_a_dump_are_told_apart() -> None:
+    dump = (
+        "GPU 0: NVIDIA GeForce RTX 5090 (UUID: GPU-0)\nGPU 1: NVIDIA GeForce RTX 5090 (UUID: GPU-1)"
+        "\n\tGPU0\tGPU1\nGPU0\t X \tPIX\nGPU1\tPIX\t X \n"
+    )
+    assert speeds.PEERS in topology.load(dump).assumptions
+    assert speeds.PEERS not in topology.load(dump.replace("5090", "A6000")).assumptions
+
+
+def test_a_mesh_of_a_model_keeps_its_links() -> None:
+    machine = topology.load("mesh-4", gpu="v100")
+    assert machine.links == topology.load("mesh-4").links
+    assert {device.sm for device in machine.devices} == {70}
+
+
+def test_rented_machines_compute_as_those_they_are_like() -> None:
+    said = linkweave("predict", "resnet50", "2 x Standard_ND96isr_H100_v5", "--policy", "ddp")
+    assert "40% of the H100's 494.7" in said
 
 
 def test_underlines_that_lost_their_escape_do_no_harm() -> None:

@@ -247,4 +247,6 @@ def _devices(
                 f"as {speeds.PCIE / 1e9:g} GB/s"
             )
         devices.append(GpuId(g, uuid=uuid, model=model, sm=sm))
+    if len(gpus) > 1 and any(speeds.without_peers(device.model) for device in devices):
+        assumed.append(speeds.PEERS)
     return devices
