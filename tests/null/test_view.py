@@ -147,6 +147,7 @@ def test_a_large_cluster_has_its_nodes_and_one_of_them(
 ) -> None:
     machine, nbytes = topology.load(name), 1 << 20
     data = whole(tmp_path / "v.html", "view", name, "-s", "1M", "--node", str(node), "-o")
+    assert data["open"] == 1
     outer, inner = data["views"]
     nodes = nodes_of(machine)
     plan = collectives.plan_allreduce(machine, nbytes)
