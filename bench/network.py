@@ -1,15 +1,15 @@
 """`linkweave bench network`: collectives over machines, measured and predicted.
 
 Every rank runs the command, started by torchrun on all machines. Predictions come from the times of
-each collective at `SIZES`, and are compared with what it takes at other sizes. The start-up and the
-seconds a byte of all-reduces across machines alone are for `linkweave schedule`.
+each collective at `SIZES`, and are compared with what it takes at the sizes asked for. The start-up
+and the seconds a byte of all-reduces across machines alone are for `linkweave schedule`.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -125,11 +125,10 @@ def _measured(
     startup = median(comm.barrier, 10 * rounds)
     counts = tuple(map(len, comm.machines.ranks))
     found = fit([(n, across(n)) for n in ACROSS], len(counts))
-    least, most = (some([n for _, n in asked]) for some in (min, max))
-    around = [n for n in SIZES if least <= 4 * n and n <= 2 * most]
-    sizes = around if len(around) > 1 else SIZES
+    sizes = around({n for _, n in asked})
     kinds = dict.fromkeys(kind for kind, _ in asked)
-    known = ClusterMap(counts, startup, found.network, {kind: times(kind, sizes) for kind in kinds})
+    measured = {kind: times(kind, sizes) for kind in kinds}
+    known = ClusterMap(counts, startup, found.network, measured, op)
     rows = []
     for at in rounds_of(len(asked), comm.rank == 0):
         kind, n = asked[at]
@@ -147,6 +146,12 @@ def _measured(
         gloo = statistics.median(theirs)
         rows.append(Row(kind, of, 4 * count, seconds, predicted, int(wrong[0]), gloo, ratio))
     return Figures(known, found, rows) if comm.rank == 0 else None
+
+
+def around(asked: Set[int]) -> Sequence[int]:
+    """Those of `SIZES` from whose times these are predicted."""
+    near = [n for n in SIZES if min(asked) <= 4 * n and n <= 2 * max(asked)]
+    return near if len(near) > 1 else SIZES
 
 
 def _times(

@@ -16,8 +16,8 @@ PIECE = 8 << 20
 ALONG, MOST = 512 << 10, 2 << 20
 """Bytes that go along to a machine, and to all of them, when they compare a call. For several ranks
 the first one sends all. Only a quarter goes along where it has more to do than that: send the same
-bytes to all machines (a broadcast, a share of an all-reduce), or cut those for each rank out (an
-all-to-all)."""
+bytes to all machines (a broadcast), combine shares (an all-reduce, a reduce), or cut those for each
+rank out (an all-to-all)."""
 
 ALONG_ALONE, MOST_ALONE = 2 << 20, 16 << 20
 """The same where each machine has one rank; of what only a quarter goes along, that stays."""
@@ -26,7 +26,7 @@ AT_ONCE = 64 << 10
 """Bytes to all machines up to which each gets all values, and combines them itself."""
 
 
-def goes_along(nbytes: float, machines: int, most: int, quarter: bool = False) -> bool:
+def goes_along(nbytes: int, machines: int, most: int, quarter: bool = False) -> bool:
     """Whether a comparison of so many machines, with up to `most` ranks each, takes so many bytes
     along to each. `quarter`: at most a quarter of ALONG and MOST, also with one rank a machine."""
     to_one, to_all = _limits(most == 1 and not quarter)
@@ -51,7 +51,7 @@ class ClusterMap:
 
     startup_s: to compare a call on all ranks, in seconds.
     network: an all-reduce of a message over the machines, all columns together.
-    times: of collectives of `ClusterCommunicator`, by size.
+    times: of collectives of `ClusterCommunicator`, by size; combined with `op`.
     Raises CollectiveError for values that make no sense.
     """
 
@@ -59,13 +59,15 @@ class ClusterMap:
     startup_s: float
     network: Network
     times: dict[str, tuple[Timing, ...]]
+    op: str = "sum"
 
     def __post_init__(self) -> None:
         for count in self.ranks:
             integer(count, "the ranks of a machine", 1)
         number(self.startup_s, "startup_s", 0, 1e6)
-        for timings in self.times.values():
-            checked(timings)
+        for kind, timings in self.times.items():
+            if not checked(timings):
+                raise CollectiveError(f"there are no times of {kind}")
 
     def seconds(self, kind: str, nbytes: int) -> float:
         """The predicted time of a collective, for a message of `nbytes`: of the result of an
@@ -84,10 +86,15 @@ class ClusterMap:
         """Raises CollectiveError for text that `to_json` has not made."""
         try:
             data = json.loads(text)
+            if "times" not in data:
+                raise CollectiveError(
+                    "a cluster map without times, of an earlier version: measure it again with "
+                    "linkweave bench network"
+                )
             times = {
                 kind: timings_of(rows, f"times of {kind}") for kind, rows in data["times"].items()
             }
             ranks, network = tuple(data["ranks"]), Network(**data["network"])
-            return ClusterMap(ranks, data["startup_s"], network, times)
+            return ClusterMap(ranks, data["startup_s"], network, times, data["op"])
         except (AttributeError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise CollectiveError(f"{shown(text[:80])} is no cluster map: {error}") from None

@@ -166,7 +166,7 @@ def _combining(
         if not x.nbytes:
             return None
         return Along(_bytes(x), [x.nbytes] * count, finish, op=op, kind=x.dtype)
-    if not goes_along(-(-x.nbytes // count), count, links.machines.most, to is None):
+    if not goes_along(-(-x.nbytes // count), count, links.machines.most, quarter=True):
         return None
     ends = [x.numel() * m // count * x.element_size() for m in range(count + 1)]
     shares = [stop - start for start, stop in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""Times of single all-reduces by size, measured or planned, and what lies between the sizes."""
+"""Times of single collectives by size, measured or planned, and what lies between the sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SHARES = 16
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """An all-reduce of `nbytes` that has the network to itself takes `seconds`.
+    """An all-reduce, or another collective, of `nbytes` that has the network to itself takes
+    `seconds`.
 
     arrivals: of a gradient queue's all-reduce, the seconds after which the first chunk, then 1, 2,
         ... SHARES of SHARES equal parts of the bytes are final on all ranks, in the buffer's order;
@@ -79,7 +80,7 @@ def timings_of(rows: Any, where: str) -> tuple[Timing, ...]:
 
 
 def seconds(timings: Sequence[Timing], nbytes: float) -> float:
-    """The time of an all-reduce: linear between sizes. Beyond the last size it grows at the pace
+    """The time of `nbytes`: linear between sizes. Beyond the last size it grows at the pace
     between that and the largest that is at most a quarter of it. Messages below the first size take
     as long as that one.
     """

@@ -98,7 +98,7 @@ def test_the_network_is_measured(hosts: Hosts, tmp_path: Path) -> None:
     assert [int(row[1]) // 12 for row in rows] == [(1 << at) // 12 for at in range(10, 21, 2)]
     assert {row[6] for row in rows} == {"0"}
     made = ClusterMap.from_json(out.read_text())
-    assert made.ranks == (1, 2)
+    assert made.ranks == (1, 2) and {*made.times} == {"allreduce"}
     # what leaves a machine is the whole message, at 1 Gbit/s
     assert 7e-9 < made.network.seconds_per_byte < 40e-9
 

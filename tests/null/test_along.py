@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from linkweave.bench.network import SIZES, around
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.cluster.cluster_map import AT_ONCE, ClusterMap, goes_along, most_along
 from linkweave.collectives.overlap import Network
@@ -35,8 +36,24 @@ def test_a_map_predicts_between_the_sizes_measured() -> None:
         made.seconds("allgather", 1000)
 
 
-@pytest.mark.parametrize("change", ['"reduce": 3', '"reduce": [{"nbytes": 1}]', '"reduce": [3]'])
-def test_a_map_that_is_none_is_refused(change: str) -> None:
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ('"times": {"reduce": 3}', "times of reduce: timings must be a list"),
+        ('"times": {"reduce": []}', "there are no times of reduce"),
+        ('"times": {"reduce": [{"nbytes": 1}]}', "a timing has no seconds"),
+        ('"times": 3', "is no cluster map"),
+        ('"memory": 3', "measure it again with linkweave bench network"),
+    ],
+)
+def test_a_map_that_is_none_is_refused(more: str, words: str) -> None:
     text = '{"ranks": [1, 1], "startup_s": 0, "network": {"startup_s": 0, "seconds_per_byte": 0}, '
-    with pytest.raises(CollectiveError):
-        ClusterMap.from_json(f'{text}"times": {{{change}}}}}')
+    with pytest.raises(CollectiveError, match=words):
+        ClusterMap.from_json(f'{text}"op": "sum", {more}}}')
+
+
+def test_messages_are_predicted_from_sizes_around_them() -> None:
+    kib, mib = 1 << 10, 1 << 20
+    assert around({kib, mib}) == [2 * kib, 32 * kib, 512 * kib, 2 * mib]
+    assert around({4 * mib, 64 * mib}) == [2 * mib, 8 * mib, 32 * mib]
+    assert around({1}) == around({1 << 40}) == SIZES
