@@ -8,6 +8,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from linkweave.topology.checks import TopologyError
 from linkweave.topology.clusters import looks_like_cluster, nodes_of, parse_cluster
@@ -16,7 +17,7 @@ from linkweave.topology.readers.detect import detect
 from linkweave.topology.readers.measured import looks_like_p2p, overlay
 from linkweave.topology.readers.nccl_xml import parse_nccl_xml
 from linkweave.topology.readers.parse_smi import looks_like_smi, parse_smi
-from linkweave.topology.speeds import compute_capability, known_model
+from linkweave.topology.speeds import capability_of_model, known_model
 from linkweave.topology.topology import Topology
 
 LARGEST = 32 << 20  # bytes of a file
@@ -71,7 +72,8 @@ def _load(spec: str | os.PathLike[str], gpu: str) -> Topology:
             return of_cards(found, gpu) if gpu and text.startswith(_OF_CARDS) else found
         if os.path.isfile(text):
             return _parse(read(text), text, Path(text).stem, gpu)
-        if looks_like_cluster(text):
+        cards = capability_of_model(text.partition(" x ")[2])  # not a cluster, whatever is meant
+        if looks_like_cluster(text) and not cards:
             return parse_cluster(text, partial(_one_machine, gpu=gpu))
     elif made := _parse_known(text, "", None, gpu):
         return made
@@ -85,19 +87,33 @@ def _load(spec: str | os.PathLike[str], gpu: str) -> Topology:
     )
 
 
+_CARDS = 75, 86, 89, 120
+"""Compute capabilities of GPUs that are cards: others are joined by NVLinks, in machines here."""
+
+
 def _near(text: str) -> str:
     """Which machine may be meant by a text that names none; empty if none is like it."""
     lower = text.lower().strip()
-    if found := re.fullmatch(r"(\S+) x (\d+)", lower):
-        return f"{found[2]} x {found[1]}"
     if machine(lower):
         return lower
-    names = [*NAMES, *CLOUD]
-    if near := [name for name in names if lower and (name.startswith(lower) or lower in name)]:
-        return " or ".join(near)
-    if compute_capability(lower.replace("-", " ")):
-        return f"pcie-8 --gpu {lower.replace(' ', '')}"
-    return " or ".join(get_close_matches(lower, names, 1))
+    if (turned := re.fullmatch(r"(\S+) ?x ?(\d+)", lower)) and machine(turned[1]):
+        return f"{turned[2]} x {turned[1]}"
+    if counted := re.fullmatch(r"(\d+) ?(?:x|nodes of)? ?([a-z]\S*(?: [^/]*)?)", lower):
+        count, lower = counted.groups()
+        if machine(lower):
+            return f"{count} x {lower}"
+    else:
+        count = "8"
+    for names in (NAMES, tuple(CLOUD)):
+        if near := [name for name in names if len(lower) > 1 and name.startswith(lower)]:
+            return " or ".join(near)
+        if near := [name for name in names if len(lower) > 3 and name.endswith(lower)]:
+            return " or ".join(near)
+    if near := get_close_matches(lower, [*NAMES, *CLOUD], 1):
+        return near[0]
+    if capability_of_model(lower) in _CARDS and not Path(lower).suffix:
+        return f"pcie-{count} --gpu {quote(lower)}"
+    return ""
 
 
 def _is_text(text: str) -> bool:

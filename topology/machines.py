@@ -155,11 +155,11 @@ def of_cards(machine: Topology, model: str) -> Topology:
     """`pcie`, on ports of the generation of a model of GPU, `mesh` or `ring` with such GPUs. Raises
     TopologyError for a model that is not known."""
     sm = speeds.known_model(model)
-    port = speeds.pcie_port(sm)
+    port, apart = speeds.pcie_port(sm), len(machine.gpus) > 1 and speeds.without_peers(model)
     links = tuple(
         link if link.kind == "nvlink" else replace(link, bandwidth=port) for link in machine.links
     )
-    told = (*machine.assumptions, *[speeds.PEERS] * speeds.without_peers(model))
+    told = (*machine.assumptions, *[speeds.PEERS] * apart)
     devices = tuple(GpuId(gpu, model=model, sm=sm) for gpu in machine.gpus)
     return replace(
         machine, name=f"{machine.name} of {model}", links=links, devices=devices, assumptions=told
@@ -224,7 +224,7 @@ def machine(name: str) -> Topology | None:
     if (plain := name.lower().removeprefix("standard_")) in CLOUD:
         like, provider = CLOUD[plain]
         made = _FIXED[like]()
-        told = f"GPUs joined as in {like}, by {provider}'s list of instance types; NICs are not"
+        told = f"GPUs joined as in {like}, by {provider}'s list of instance types; NICs not known"
         return replace(made, name=name, assumptions=(*made.assumptions, told))
     found = re.fullmatch(r"(\w+)-(-?\d{1,18})", name)
     if not found or found[1] not in _SIZED:

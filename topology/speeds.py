@@ -79,9 +79,17 @@ def without_peers(model: str) -> bool:
     return re.search(r"\b(RTX ?)?[45]0[5-9]0\b", model, re.IGNORECASE) is not None
 
 
+def capability_of_model(model: str) -> int:
+    """`compute_capability` of a text that begins with a model, if not with its maker; 0 for others,
+    such as a machine's name."""
+    plain = re.sub(r"^((NVIDIA|GeForce|Tesla)\b[ -]?)+", "", model.strip(), flags=re.IGNORECASE)
+    found = (sm for pattern, sm in _MODELS if re.match(pattern, plain, re.IGNORECASE))
+    return next(found, 0)
+
+
 def known_model(model: str) -> int:
-    """`compute_capability`, but TopologyError for a model that is not known."""
-    if not (sm := compute_capability(model)):
+    """`capability_of_model`, but TopologyError for a model that is not known."""
+    if not (sm := capability_of_model(model)):
         raise TopologyError(
             f"unknown GPU model {model[:80]!r}: name it as nvidia-smi -L does, such as v100, a100, "
             "h100, h200, b200, b300, rtx 4090 or rtx 5090"

@@ -127,7 +127,8 @@ GpusOption = Annotated[
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option("--gpu", metavar="MODEL", help="The GPUs' model, where a file does not tell it: "
+    typer.Option("--gpu", metavar="MODEL", help="The GPUs' model, where a file does not tell it, "
+                 "and of pcie-N, mesh-N and ring-N: "
                  "p100, v100, a100, h100, h200, b200, b300, ..."),
 ]  # fmt: skip
 SizeOption = Annotated[str, typer.Option("--size", "-s", help="Message in bytes: 64K, 16M, 1G.")]

@@ -28,7 +28,7 @@ EXCHANGES = ("GPUs", "kernels", "memory of GPUs", "access to GPUs", "troubles", 
 ORDER, FIRST = 9, 10
 """Indices into a notice: the number of a call on lanes; whether a plan is made for it."""
 ASSUMED = 2  # at FIRST: the call's sizes are assumed
-_KIND, _ROOT = 0, 4
+_KIND, _COUNT, _ROOT, _PARTS = 0, 3, 4, 7
 DEVICES = ("cpu", "gpu")
 WORDS = {name: i for i, name in enumerate(NAMES)}
 _DTYPES, _OPS = tuple(DTYPES), tuple(OPS)
@@ -206,6 +206,7 @@ def difference(notices: Sequence[Sequence[int]], refusals: dict[int, str]) -> st
         why = f": {refusals[peer]}" if refusals.get(peer) else ""
         groups.setdefault(text + why, []).append(peer)
     asked = "; ".join(f"ranks {peers}: {what}" for what, peers in groups.items())
-    if {KINDS[row[_KIND]] for row in notices} == {"allgather"}:
-        asked += ". For parts of different lengths, pass counts=, the rows of each rank"
+    others = {(*row[:_COUNT], *row[_COUNT + 1 : _PARTS + 1]) for row in notices}
+    if len(others) == 1 and KINDS[notices[0][_KIND]] == "allgather" and not notices[0][_PARTS]:
+        asked += ". Parts of different lengths need counts=, the rows of each rank"
     return f"the ranks' calls differ: {asked}"

@@ -32,7 +32,7 @@ from linkweave.collectives.runtime.gpu.memory import LocalMemory
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.settings import Settings, topology_for
 from linkweave.topology import Topology, load
-from linkweave.topology.checks import integer
+from linkweave.topology.checks import integer, shown
 
 _FRESH = (
     ". This process runs other threads or has used CUDA, so each rank is a fresh Python that "
@@ -289,7 +289,7 @@ def _told(error: BaseException, rank: int) -> BaseException:
     if not isinstance(error, SystemExit):
         return error
     return CollectiveError(
-        f"rank {rank} called sys.exit({'' if error.code is None else repr(error.code)}); a rank "
+        f"rank {rank} called sys.exit({'' if error.code is None else shown(error.code)}); a rank "
         "ends by returning"
     )
 

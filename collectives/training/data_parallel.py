@@ -145,11 +145,10 @@ class DataParallel(nn.Module):
             return SparseExchange(spec, gradients, transport, scale)
 
         policy = POLICIES.get(schedule) if isinstance(schedule, str) else None
-        chaining = ""
-        if chained:
-            chaining = "Leave out chained=True"
-        elif spec is None and (policy.chains if policy else getattr(schedule, "chained", False)):
-            chaining = "Take a schedule that is not chained"
+        other = policy.chains if policy else getattr(schedule, "chained", False)
+        ways = ["leave out chained=True"] * chained
+        ways += ["take a schedule that is not chained"] * (spec is None and other)
+        chaining = " and ".join(ways)
         chains = chained or schedule != "auto"
         trace = Trace(transport.rank)  # here, where a bad value of LINKWEAVE_DEBUG is an error
         self._engine = engine = Engine(

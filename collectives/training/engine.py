@@ -450,7 +450,7 @@ class Engine:
         """What to say to who has asked for chaining; empty if the training can be chained."""
         words = "the training cannot be chained with the next forward pass"
         why = self.fault_of_chaining()
-        return f"{words}: {why}. {self._chaining}" if why else ""
+        return f"{words}: {why}; {self._chaining}" if why else ""
 
     def _lanes(self) -> Lanes:
         return lanes_of(

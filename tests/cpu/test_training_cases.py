@@ -132,15 +132,16 @@ def test_another_module_uses_a_parameter_first(rank: int) -> None:
 def test_a_model_compiled_after_chaining_was_asked_for(rank: int) -> None:
     """It is told at the first pass, not once a chained schedule is carried out."""
     asked = {
-        "Leave out chained=True": {"chained": True},
-        "Take a schedule that is not chained": {"schedule": "us-byte"},
+        "leave out chained=True": {"chained": True},
+        "take a schedule that is not chained": {"schedule": "us-byte"},
+        "leave out chained=True and take a schedule": {"schedule": "us-byte", "chained": True},
     }
     for words, how in asked.items():
         inner = net()
         model = DataParallel(inner, sgd(inner.parameters()), **how)
         fast = torch.compile(model, backend="eager")
         said = error_of(lambda fast=fast: fast(images(0, 2)[0]))
-        assert f"nothing can wait before its layers. {words}" in said
+        assert f"nothing can wait before its layers; {words}" in said
         model.close()
 
 

@@ -22,7 +22,7 @@ Machines are network namespaces on one computer with two cores ({machine}), {dat
 by `tbf`. All ranks share these cores, under SCHED_BATCH, so that whatever takes a core's time costs
 more than on machines of their own; at 10 Gbit/s the cores are busy all the time.
 
-    python tests/net/hosts.py 4x2 1gbit bench network -c allreduce -c broadcast ... -e 1M -r 7
+    python tests/net/hosts.py 4x2 1gbit bench network -c allreduce -c broadcast ... -e 1M -r 5
 
 and from 4 MiB on in 3 rounds, `-b 4M -e 64M -r 3`.
 

@@ -40,7 +40,14 @@ WRONG = {
     "what-if dgx1-v100 --add-link 0-9": "has no GPU or switch 9",
     "topo rtx5090": "did you mean pcie-8 --gpu rtx5090?",
     "topo 'p5.48xlarge x 4'": "did you mean 4 x p5.48xlarge?",
+    "topo '2 x RTX 4090'": "did you mean pcie-2 --gpu 'rtx 4090'?",
+    "topo '4 nodes of dgx-a100'": "did you mean 4 x dgx-a100?",
+    "topo '8 H100'": "did you mean dgx-h100?",
+    "topo dgx-v100": "did you mean dgx1-v100?",
     "topo v100": "did you mean dgx1-v100?",
+    "topo dumps/h100.txt": "and no such name; names are auto",
+    "topo x": "and no such name; names are auto",
+    "topo pcie-8 --gpu dgx-a100": "unknown GPU model 'dgx-a100'",
     "predict gpt2 mi300x": "what training reaches on one of them\n",
     "what-if dgx1-v100 --add-nic 1": "is one machine: NICs join the nodes",
     "what-if ring-4 --add-link 0-2 --png a.svg": "a file that ends in .png, not a.svg",
@@ -72,7 +79,7 @@ def test_rented_machines_have_names(name: str) -> None:
     made = topology.load(name)
     like, provider = machines.CLOUD[name.lower().removeprefix("standard_")]
     assert made.name == name and made.links == topology.load(like).links
-    assert any(provider in told and "NICs are not" in told for told in made.assumptions)
+    assert any(provider in told and "NICs not known" in told for told in made.assumptions)
     assert topology.load(f"2 x {name}").gpus == tuple(range(16))
 
 

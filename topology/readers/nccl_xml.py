@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from xml.parsers import expat
 
@@ -44,7 +44,9 @@ def parse_nccl_xml(text: str, name: str = "NCCL topology", gpu: str = "") -> Top
             f"{name}: line {root.line}: version {root.attributes.get('version')!r} of NCCL's "
             "topology; only 1 is known"
         )
-    return _Reader(name, speeds.compute_capability(gpu)).read(root)
+    made = _Reader(name, speeds.compute_capability(gpu)).read(root)
+    apart = len(made.gpus) > 1 and speeds.without_peers(gpu)
+    return replace(made, assumptions=(*made.assumptions, *[speeds.PEERS] * apart))
 
 
 @dataclass
