@@ -165,7 +165,7 @@ class DataParallel(nn.Module):
             stepper.engines.append(engine)
             stepper.scale = scale
             engine.steppers.append(stepper)
-        if chaining and (why := engine.refused_chaining()):
+        if chaining and (why := engine.fault_of_chaining()):
             engine.close()
             self._leave()
             raise CollectiveError(why)

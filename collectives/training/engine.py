@@ -150,7 +150,7 @@ class Engine:
             self._changed()
         self._compiled = self._layout.compiled or callable(callback)
         if self._compiled and self._chaining:
-            self._fail(self.refused_chaining())
+            self._fail(self.fault_of_chaining())
         self.moments.forward_begins()
         self._running += 1
         known = self.units or self._recorded or self._compiled
@@ -431,7 +431,7 @@ class Engine:
 
     def adopt(self, program: Program) -> None:
         """Carry out another program from the next step on. All ranks must call it."""
-        if program.chained and (why := self.refused_chaining()):
+        if program.chained and (why := self.fault_of_chaining()):
             raise CollectiveError(why)
         if self.state is State.PENDING:
             self.finish()
@@ -443,13 +443,9 @@ class Engine:
         self.moments.forget()
 
     def fault_of_chaining(self) -> str:
-        """Why the training cannot be chained; empty if it can."""
-        return fault_of_chaining(self._compiled, self.dense_steppers, self.units)
-
-    def refused_chaining(self) -> str:
-        """What to say to who has asked for chaining; empty if the training can be chained."""
+        """Why the training cannot be chained, and how not to ask for it; empty if it can."""
         words = "the training cannot be chained with the next forward pass"
-        why = self.fault_of_chaining()
+        why = fault_of_chaining(self._compiled, self.dense_steppers, self.units)
         return f"{words}: {why}; {self._chaining}" if why else ""
 
     def _lanes(self) -> Lanes:
