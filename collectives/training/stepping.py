@@ -222,6 +222,10 @@ def _attached(stepper: Stepper) -> type:
     kind = stepper.kind
 
     class Attached(kind):  # type: ignore[misc,valid-type]
+        def __new__(cls, *args: Any, **named: Any) -> Any:
+            """`type(optimizer)(...)` is another optimizer, which this stepper knows nothing of."""
+            return kind(*args, **named)
+
         def step(self, closure: Any = None) -> Any:
             self._opt_called = True  # what learning-rate schedulers look at
             return self.stepper.step(closure)

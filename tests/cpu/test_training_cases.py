@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +127,25 @@ def test_another_module_uses_a_parameter_first(rank: int) -> None:
     pair.inner.which = pair.alone.which = 1
     pair.steps(2, 3)
     pair.close()
+
+
+@on_ranks(2)
+def test_an_optimizer_made_by_the_class_of_one_that_is_wrapped(rank: int) -> None:
+    for chained in (True, False):
+        pair = Pair(chained=chained)
+        pair.steps(0, 1)
+        alone = net()
+        kind = partial(type(pair.optimizer), lr=0.1)
+        optimizer = kind(alone.parameters())
+        before = copied(alone.state_dict())
+        alone(images(0, 2)[0]).square().sum().backward()
+        optimizer.step()
+        assert apart(alone.state_dict(), before) > 0
+        other = Pair(optimizer=kind, chained=chained)
+        other.steps(0, 1, 2)
+        other.close()
+        pair.steps(2, 3)
+        pair.close()
 
 
 @on_ranks(2)
