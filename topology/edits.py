@@ -13,6 +13,7 @@ from linkweave.topology.machines import ordered
 from linkweave.topology.text import counted
 from linkweave.topology.topology import Topology
 
+_NAMED = 8  # neighbours that an error names
 _ENDS = re.compile(r"([^-=\s]+)-([^-=\s]+)(?:=(\d{1,6}))?")
 
 
@@ -55,7 +56,10 @@ def without_links(topology: Topology, ends: Ends) -> Topology:
         if left:
             links.append(replace(link, count=left))
     if not found:
-        raise TopologyError(f"{topology.name} has no link {ends.one}-{ends.other}")
+        near = {str(link.dst) for link in topology.links if link.src == ends.one}
+        names = ", ".join(sorted(near, key=lambda name: (len(name), name)))
+        joined = f"; {ends.one} has links to {names}" if 0 < len(near) <= _NAMED else ""
+        raise TopologyError(f"{topology.name} has no link {ends.one}-{ends.other}{joined}")
     return _named(topology, links, f"without {_text(ends)}")
 
 

@@ -106,6 +106,8 @@ def plan(
     found = options.machine_of(one_of(machine, topo), gpus, measured, gpu)
     nbytes = options.parse_size(size)
     check_chunks(chunks)
+    if as_json and steps:
+        raise CollectiveError("--json prints the plan with its steps: leave out --steps")
     if to is not None:
         if to[0] not in ENGINES:
             raise CollectiveError(f"--to writes plans for {', '.join(ENGINES)}, not for {to[0]!r}")

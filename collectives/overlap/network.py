@@ -304,7 +304,8 @@ def network_from(spec: str, workers: int | None = None) -> Network:
     else:
         raise CollectiveError(
             f"network {shown(spec)} is neither a file nor a preset; presets are "
-            f"{', '.join(PRESETS)}; or give the start-up and the time per byte, as a=2ms,b=1.1ns"
+            f"{', '.join(PRESETS)}; or give the start-up and the time per byte, as a=2ms,b=1.1ns; "
+            "linkweave predict takes a cluster, such as '4 x dgx-a100 nic=12.5GB/s', instead"
         )
     if workers is None:
         return Network(**fields)

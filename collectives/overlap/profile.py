@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import accumulate, islice
@@ -205,7 +206,11 @@ def model(name: str, forward_s: float | None = None, backward_s: float | None = 
     CollectiveError.
     """
     if name not in _models():
-        raise CollectiveError(f"unknown model {shown(name)}; choose from {', '.join(_models())}")
+        near = get_close_matches(name, _models(), 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise CollectiveError(
+            f"unknown model {shown(name)}; {hint}choose from {', '.join(_models())}"
+        )
     forward = FORWARD_S.get(name, ASSUMED_S) if forward_s is None else forward_s
     backward = 2 * forward if backward_s is None else backward_s
     number(forward, "forward_s", 0, MAX_NUMBER)
