@@ -13,36 +13,31 @@ from linkweave.topology.checks import integer, number, shown
 PIECE = 8 << 20
 """Bytes of the pieces that are on the network and in memory at once."""
 
-ALONG, MOST = 512 << 10, 2 << 20
-"""Bytes that go along to a machine, and to all of them, when they compare a call. For several ranks
-the first one sends all. Only a quarter goes along where it has more to do than that: send the same
-bytes to all machines (a broadcast), combine shares (an all-reduce, a reduce), or cut those for each
-rank out (an all-to-all)."""
-
-ALONG_ALONE, MOST_ALONE = 2 << 20, 16 << 20
-"""The same where each machine has one rank; of what only a quarter goes along, that stays."""
+Limit = tuple[int, int]
+SHORT, MIDDLE, LONG = (128 << 10, 512 << 10), (512 << 10, 2 << 20), (2 << 20, 16 << 20)
+"""Bytes that go along to a machine, and to all of them, when they compare a call."""
 
 AT_ONCE = 64 << 10
 """Bytes to all machines up to which each gets all values, and combines them itself."""
 
 
-def goes_along(nbytes: int, machines: int, most: int, quarter: bool = False) -> bool:
-    """Whether a comparison of so many machines, with up to `most` ranks each, takes so many bytes
-    along to each. `quarter`: at most a quarter of ALONG and MOST, also with one rank a machine."""
-    to_one, to_all = _limits(most == 1 and not quarter)
-    counted = 4 * nbytes if quarter else nbytes
-    return 0 < counted <= to_one and counted * (machines - 1) <= to_all
+def goes_along(nbytes: int, machines: int, limit: Limit) -> bool:
+    """Whether a comparison of so many machines takes so many bytes along to each."""
+    to_one, to_all = limit
+    return 0 < nbytes <= to_one and nbytes * (machines - 1) <= to_all
+
+
+def rows_along(most: int) -> Limit:
+    """Of rows that are only moved, by machines with up to `most` ranks: for several ranks the first
+    one sends all."""
+    return LONG if most == 1 else MIDDLE
 
 
 def most_along(machines: int, most: int) -> int:
     """The most bytes that go along to a machine, of so many with up to `most` ranks each."""
-    to_one, to_all = _limits(most == 1)
+    to_one, to_all = rows_along(most)
     each = max(AT_ONCE, to_all // max(1, machines - 1))
     return min(to_one, each) + 64  # a share of whole elements may exceed an equal one
-
-
-def _limits(alone: bool) -> tuple[int, int]:
-    return (ALONG_ALONE, MOST_ALONE) if alone else (ALONG, MOST)
 
 
 @dataclass(frozen=True)

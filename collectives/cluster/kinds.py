@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from linkweave.collectives.calls.request import Request, parts_words, values
-from linkweave.collectives.cluster.cluster_map import AT_ONCE, goes_along
+from linkweave.collectives.cluster.cluster_map import AT_ONCE, MIDDLE, SHORT, goes_along, rows_along
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import combined, undivided
 from linkweave.collectives.cluster.machines import Machines
@@ -166,7 +166,7 @@ def _combining(
         if not x.nbytes:
             return None
         return Along(_bytes(x), [x.nbytes] * count, finish, op=op, kind=x.dtype)
-    if not goes_along(-(-x.nbytes // count), count, links.machines.most, quarter=True):
+    if not goes_along(-(-x.nbytes // count), count, SHORT):
         return None
     ends = [x.numel() * m // count * x.element_size() for m in range(count + 1)]
     shares = [stop - start for start, stop in pairwise(ends)]
@@ -216,7 +216,7 @@ def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> Cluste
         if links.rank != root:
             given[:] = came[at]
 
-    if goes_along(x.nbytes, count, links.machines.most, quarter=True):
+    if goes_along(x.nbytes, count, MIDDLE):  # others send on longer ones
         lengths = [x.nbytes * (m == at) for m in range(count)]
         along = Along(given, lengths, finish, part, of_first=local == 0)
     body = lambda: links.pieces.broadcast(x.view(torch.uint8), root)  # noqa: E731
@@ -247,10 +247,15 @@ def _allgather(links: Connections, request: Request, x: Any, out: Any) -> Cluste
                 whole[ends[r] : ends[r + 1]] = row[: widths[r]]
 
     along, longest = None, max(widths)
-    if goes_along(machines.most * longest, machines.count, machines.most):
+    if _moves_along(machines, longest):
         lengths = [longest * len(ranks) for ranks in machines.ranks]
         along = Along(_padded(_bytes(x), longest), lengths, finish)
     return ClusterCall(_asked(request), lambda: links.rows.allgather(x, out, widths), along)
+
+
+def _moves_along(machines: Machines, nbytes: int) -> bool:
+    """Whether rows of so many bytes for each rank go along."""
+    return goes_along(machines.most * nbytes, machines.count, rows_along(machines.most))
 
 
 def _padded(x: Bytes, nbytes: int) -> Bytes:
@@ -268,7 +273,7 @@ def _reduce_scatter(links: Connections, request: Request, x: Any, out: Any) -> C
         out.copy_(total.view(len(links.mine), -1)[links.machine.rank])
 
     along = None
-    if not links.fixed and goes_along(machines.most * width, machines.count, machines.most):
+    if not links.fixed and _moves_along(machines, width):
         lengths = [width * len(links.mine)] * machines.count
         along = Along(_bytes(x), lengths, finish, part, op, x.dtype)
     body = lambda: links.rows.reduce_scatter(x.view(links.size, -1), out, op)  # noqa: E731
@@ -291,7 +296,7 @@ def _gather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCa
                 every[span] = of.reshape(len(ranks), -1)
 
     along = None
-    if goes_along(machines.most * x.nbytes, machines.count, machines.most):
+    if _moves_along(machines, x.nbytes):
         lengths = [x.nbytes * len(ranks) * (links.index == at) for ranks in machines.ranks]
         along = Along(_bytes(x), lengths, finish, part)
     body = lambda: links.rows.gather(x, rows, root)  # noqa: E731
@@ -316,7 +321,7 @@ def _scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterC
         links.rows.scatter(given.view(links.size, -1) if links.rank == root else None, out, root)
 
     along = None
-    if goes_along(machines.most * out.nbytes, machines.count, machines.most):
+    if _moves_along(machines, out.nbytes):
         sent = _bytes(given)
         if links.index == at and links.rank != root and local:  # as much of each rank is gathered
             sent = links.scratch(links.size * out.nbytes)
@@ -368,7 +373,8 @@ def _exchanges_along(machines: Machines, sizes: Any, even: bool) -> bool:
             sum(sizes[source][to] for source in ranks for to in others)
             for ranks in machines.ranks for others in machines.ranks
         )  # fmt: skip
-    return goes_along(frame, machines.count, machines.most, quarter=True)
+    limit = MIDDLE if machines.most == 1 else SHORT  # else parts are cut on the way
+    return goes_along(frame, machines.count, limit)
 
 
 _KINDS: dict[str, Callable[[Connections, Request, Any, Any], ClusterCall]] = {

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from linkweave.collectives.cluster.cluster_map import MOST_ALONE
+from linkweave.collectives.cluster.cluster_map import LONG
 from linkweave.collectives.cluster.gloo import Across, timed_out
 from linkweave.collectives.cluster.kinds import Bytes, ClusterCall
 
@@ -174,7 +174,7 @@ class RollCall:
     def _ahead(self, parts: Sequence[Bytes]) -> int:
         """How many messages like these may be under way for which nobody waits."""
         longest = max((part.nbytes for part in parts), default=1)
-        return min(_AHEAD * len(self._others), MOST_ALONE // max(1, longest))
+        return min(_AHEAD * len(self._others), LONG[1] // max(1, longest))
 
     def remind(self) -> None:
         """Tell machines for which this one waits what it waits for, in case they wait for it."""

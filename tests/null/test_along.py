@@ -7,7 +7,15 @@ import pytest
 
 from linkweave.bench.network import SIZES, around
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.cluster.cluster_map import AT_ONCE, ClusterMap, goes_along, most_along
+from linkweave.collectives.cluster.cluster_map import (
+    AT_ONCE,
+    MIDDLE,
+    SHORT,
+    ClusterMap,
+    goes_along,
+    most_along,
+    rows_along,
+)
 from linkweave.collectives.overlap import Network
 from linkweave.collectives.overlap.timing import Timing
 
@@ -20,9 +28,8 @@ def test_what_goes_along_fits(machines: int, most: int) -> None:
     room = most_along(machines, most)
     assert room * (machines - 1) <= 17 << 20 or room <= 2 * AT_ONCE
     for nbytes in (*range(1, 5 << 20, 4093), room - 64, room):
-        if goes_along(nbytes, machines, most):
-            assert nbytes + ITEM <= room
-        assert not goes_along(nbytes, machines, most, quarter=True) or 4 * nbytes <= 512 << 10
+        for limit in (SHORT, MIDDLE, rows_along(most)):
+            assert not goes_along(nbytes, machines, limit) or nbytes + ITEM <= room
     assert AT_ONCE // (machines - 1) <= room
 
 
