@@ -20,7 +20,7 @@ from fractions import Fraction
 
 from linkweave.topology import speeds
 from linkweave.topology.checks import TopologyError
-from linkweave.topology.graph import Link, Vertex, groups
+from linkweave.topology.graph import GpuId, Link, Vertex, groups
 from linkweave.topology.machines import MAX_N, both, ordered
 from linkweave.topology.topology import Topology
 
@@ -98,11 +98,16 @@ def cluster(
     for switch, total in uplinks.items():
         bandwidth = max(1, int(total / Fraction(oversubscription)))
         links += both(switch, "spine", bandwidth, latency_us=latency_us, kind="network")
+    devices = [
+        GpuId(i * size + index[d.gpu], model=d.model, sm=d.sm)
+        for i in range(nodes) for d in machine.devices
+    ]  # fmt: skip
     return Topology(
         name or f"{nodes} x {machine.name}",
         tuple(range(nodes * size)),
         ordered(links if nodes > 1 else [k for k in links if k.kind != "network"]),
         assumptions,
+        tuple(devices),
         reducing=tuple(f"node{i}.{switch}" for i in range(nodes) for switch in machine.reducing),
     )
 
@@ -201,8 +206,9 @@ def parse_cluster(
         nic = int(Fraction(rate) * speeds.GB / (1 if unit == "GB/s" else 8))
     if "leaf" in given:
         leaf = int(told("leaf", "", r"\d{1,6}", "must be a number of nodes")[0])
-    ratio = Fraction(int(above), int(below or 1))
+    ratio, node = Fraction(int(above), int(below or 1)), load(head[2])
+    if node.name.startswith(f"{head[2]} of "):  # a model
+        plain = plain.replace(head[2], node.name, 1)
     return cluster(
-        load(head[2]), int(head[1]), given.get("nics", "rail"), nic, leaf, ratio, float(us),
-        name or plain,
-    )  # fmt: skip
+        node, int(head[1]), given.get("nics", "rail"), nic, leaf, ratio, float(us), name or plain
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 
 from linkweave.topology.checks import TopologyError
-from linkweave.topology.clusters import looks_like_cluster, nodes_of, parse_cluster
+from linkweave.topology.clusters import looks_like_cluster, parse_cluster
 from linkweave.topology.machines import CLOUD, NAMES, machine, of_cards
 from linkweave.topology.readers.detect import detect
 from linkweave.topology.readers.measured import looks_like_p2p, overlay
@@ -42,12 +42,8 @@ def load(
     TopologyError that says what is wrong.
     """
     made = spec if isinstance(spec, Topology) else _load(spec, gpu or "")
-    if gpu:
-        used = any(device.sm == known_model(gpu) for device in made.devices)
-        if not used and (made.devices or len(nodes_of(made)) == 1):
-            raise TopologyError(
-                f"the GPUs of {made.name} are known, so {gpu} cannot be their model"
-            )
+    if gpu and not any(device.sm == known_model(gpu) for device in made.devices):
+        raise TopologyError(f"the GPUs of {made.name} are known, so {gpu} cannot be their model")
     if measured is None:
         return made
     given = os.fspath(measured)
@@ -104,16 +100,22 @@ def _near(text: str) -> str:
             return f"{count} x {lower}"
     else:
         count = "8"
+    plain = _letters(lower)
     for names in (NAMES, tuple(CLOUD)):
-        if near := [name for name in names if len(lower) > 1 and name.startswith(lower)]:
+        if near := [name for name in names if len(plain) > 1 and _letters(name).startswith(plain)]:
             return " or ".join(near)
-        if near := [name for name in names if len(lower) > 3 and name.endswith(lower)]:
+        if near := [name for name in names if len(plain) > 3 and _letters(name).endswith(plain)]:
             return " or ".join(near)
-    if near := get_close_matches(lower, [*NAMES, *CLOUD], 1):
-        return near[0]
+    for name in get_close_matches(lower, [*NAMES, *CLOUD], 1):
+        if name.partition(".")[0] == lower.partition(".")[0] or "." not in name:
+            return name  # g5.48xlarge is not like p5.48xlarge
     if capability_of_model(lower) in _CARDS and not Path(lower).suffix:
         return f"pcie-{count} --gpu {quote(lower)}"
     return ""
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[ _-]", "", name)
 
 
 def _is_text(text: str) -> bool:

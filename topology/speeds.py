@@ -25,7 +25,7 @@ _NVLINK = {
 _MODELS = (  # of nvidia-smi -L and NVML; the first that fits
     (r"\bP100\b", 60), (r"\bV100S?\b|Titan V\b", 70),
     (r"\bT4\b|\b(RTX ?)?20[6-8]0\b|Quadro RTX", 75), (r"\b(A100|A800|A30)\b", 80),
-    (r"\b(A40|A10|(RTX )?A\d000|(RTX ?)?30[5-9]0)\b", 86),
+    (r"\b(A40|A10G?|(RTX )?A\d000|(RTX ?)?30[5-9]0)\b", 86),
     (r"\b(L40S?|L4|L20|(RTX ?)?40[5-9]0|RTX \d000 Ada)\b", 89),
     (r"\bG?(H100|H800|H200|H20)\b", 90), (r"\bG?(B100|B200|B300)\b", 100),
     (r"\b(RTX PRO|(RTX ?)?50[5-9]0)\b", 120),
@@ -91,8 +91,9 @@ def known_model(model: str) -> int:
     """`capability_of_model`, but TopologyError for a model that is not known."""
     if not (sm := capability_of_model(model)):
         raise TopologyError(
-            f"unknown GPU model {model[:80]!r}: name it as nvidia-smi -L does, such as v100, a100, "
-            "h100, h200, b200, b300, rtx 4090 or rtx 5090"
+            f"unknown GPU model {model[:80]!r}: it is a name of nvidia-smi -L such as v100, a10, "
+            "a100, h100, h200, b200, b300, l40s, rtx a6000, rtx 4090 or rtx 5090; in place of "
+            "another GPU name one of its generation"
         )
     return sm
 

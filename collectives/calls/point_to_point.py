@@ -114,9 +114,9 @@ class _Channel:
         while not word[0]:  # a failure here ends only the channel
             if control.aborted():
                 control.raise_aborted(lambda: (name, where))
-            gone = REASONS[LEFT] if arena.closed(self._src) else ""
-            if pause == _SLOW and self._src in arena.dead():
-                gone = REASONS[DIED]
+            dead = pause == _SLOW and self._src in arena.dead()
+            # asked last: a process ends soon after it has closed
+            gone = REASONS[LEFT] if arena.closed(self._src) else REASONS[DIED] if dead else ""
             if gone and not word[0]:
                 raise CollectiveAborted(f"{control.name(self._src)} {gone}; {name}", **where)
             if time.monotonic() - begun > control.timeout:

@@ -36,9 +36,10 @@ LOCAL = (
     "backward pass outside of no_sync() before each step"
 )
 UNREACHED = (
-    "step() was called, but the backward pass before it has reached no parameter on this rank, "
-    "while the other ranks wait for its gradients: add 0 * output.sum() to a loss that may not "
-    "depend on the model"
+    "step() was called after a forward pass, but since then no backward pass has reached a "
+    "parameter on this rank, for whose gradients other ranks may wait: add 0 * output.sum() to a "
+    "loss that may not depend on the model, and where all ranks leave out backward(), leave out "
+    "step() as well"
 )
 HOOKED = (
     "{} has a post-accumulate hook beside DataParallel's, which would see the gradient of this "

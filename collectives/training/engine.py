@@ -408,8 +408,7 @@ class Engine:
         """Divide the module into units, and send the gradients of this pass at once. All ranks must
         call it; rank 0's forward pass counts."""
         self._layout.changed()
-        units = self._layout.units(self._recorded, self.transport)
-        if not units:
+        if not (units := self._layout.units(self._recorded, self.transport)):
             return
         self.gradients = GradientBuffers(units, self.transport.empty, flagged=self._flagged)
         self.exchange = self._exchange_of(self.gradients, self)
@@ -428,6 +427,8 @@ class Engine:
         self.exchange.load(self._kept)
         self.exchange.begin()
         self.lanes.begin(self.moments.on)
+        if self._chaining and (why := self.fault_of_chaining()):
+            self._fail(why)
 
     def adopt(self, program: Program) -> None:
         """Carry out another program from the next step on. All ranks must call it."""

@@ -392,8 +392,9 @@ def after_backward(profile: Profile, network: Network) -> Schedule:
 
 
 def _in_words(schedule: Schedule) -> str:
+    name = "a schedule of its own" if schedule.policy == "auto" else f"that of {schedule.policy}"
     sent = counted(len(schedule.communications), "all-reduce")
-    return f"{schedule.policy}{', chained' * schedule.chained}, {sent}"
+    return f"{name}, {'' if schedule.chained else 'not '}chained, {sent}"
 
 
 def unchained(schedule: Schedule) -> Schedule:

@@ -177,6 +177,17 @@ def test_messages_that_do_not_fit(rank: int) -> None:
         assert "refused its arguments: a torch tensor" in said[4]
 
 
+def test_a_receiver_hears_that_the_sender_has_returned() -> None:
+    """Whose process has ended by then."""
+
+    def work(rank: int) -> None:
+        if rank == 1:
+            get_default().recv(np.ones(3), 0)
+
+    with pytest.raises(CollectiveAborted, match="rank 0 has returned or was closed; rank 1 waits"):
+        collectives.spawn(work, 2)
+
+
 @on_ranks(2, timeout=200)
 def test_a_receiver_hears_at_once_that_the_sender_has_left(rank: int) -> None:
     words = "rank 1 has returned or was closed; rank 0 waits for rank 1 to send"

@@ -149,6 +149,17 @@ def test_an_optimizer_made_by_the_class_of_one_that_is_wrapped(rank: int) -> Non
 
 
 @on_ranks(2)
+def test_chaining_is_asked_for_without_all_parameters(rank: int) -> None:
+    """It is told in the first step, not once a chained schedule is carried out."""
+    inner = net()
+    *most, _ = inner.parameters()
+    model = DataParallel(inner, sgd(most), chained=True)
+    said = error_of(lambda: model(images(0, 2)[0]).square().sum().backward())
+    assert "its optimizer lacks the parameter" in said and "leave out chained=True" in said
+    model.close()
+
+
+@on_ranks(2)
 def test_a_model_compiled_after_chaining_was_asked_for(rank: int) -> None:
     """It is told at the first pass, not once a chained schedule is carried out."""
     asked = {

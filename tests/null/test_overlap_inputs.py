@@ -152,7 +152,7 @@ SPECS = [
         (lambda: overlap.plan(Profile((Layer("x", 10**12, 1.0, 1.0),)), Network(0.0, 1e-9),
                               "bytescheduler", partition=16),
          "with a partition of 16 bytes must be an integer from 1 to 100000, not 62500000000"),
-        (lambda: overlap.load("resnet"), "neither a file nor a model; models: resnet50"),
+        (lambda: overlap.load("resnet"), "neither a file nor a model; did you mean resnet50"),
         (lambda: overlap.network("fast"), "unknown network 'fast'; choose from 10GbE"),
         (lambda: overlap.network("10GbE", 0),
          "workers must be an integer from 1 to 1000000000, not 0"),

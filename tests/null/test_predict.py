@@ -56,6 +56,15 @@ def test_the_speed_is_that_of_the_gpus_or_given() -> None:
     assert {compute_capability(model) for model in MODELS} == {*PEAKS}
 
 
+def test_the_speed_is_that_of_the_model_given_for_a_cluster() -> None:
+    alone = work_of("resnet50", topology.load("pcie-8", gpu="a100"))
+    for nodes in (1, 2):
+        found = topology.load(f"{nodes} x pcie-8 nic=1.25GB/s", gpu="a100")
+        assert found.name == f"{nodes} x pcie-8 of a100 nic=1.25GB/s"
+        assert [(d.gpu, d.sm) for d in found.devices] == [(g, 80) for g in range(8 * nodes)]
+        assert work_of("resnet50", found) == alone
+
+
 def test_a_measured_profile_keeps_its_times(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     path.write_text("name,nbytes,forward_s,backward_s\na,1024,0.1,0.2\n")

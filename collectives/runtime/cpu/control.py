@@ -270,9 +270,10 @@ class HostControl:
             words, fields = where()
             peer = fields.get("peer")
             self._waits[0] = 0 if peer is None else peer + 1
+            dead = self._ended(self.arena.dead())  # first: a process ends soon after it has closed
             if left := self._ended(p for p in self.peers if self.arena.closed(p)):
                 self.give_up(LEFT, left[0], left[0])
-            elif dead := self._ended(self.arena.dead()):
+            elif dead:
                 self.give_up(DIED, dead[0])
             elif (waited := time.monotonic() - self._since(start, peer, planning)) < self.timeout:
                 if waited > PATIENT and self._told_of != start:
