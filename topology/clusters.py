@@ -100,7 +100,7 @@ def cluster(
         links += both(switch, "spine", bandwidth, latency_us=latency_us, kind="network")
     devices = [
         GpuId(i * size + index[d.gpu], model=d.model, sm=d.sm)
-        for i in range(nodes) for d in machine.devices
+        for i in range(nodes) for d in machine.devices if d.sm
     ]  # fmt: skip
     return Topology(
         name or f"{nodes} x {machine.name}",

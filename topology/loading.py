@@ -43,7 +43,10 @@ def load(
     """
     made = spec if isinstance(spec, Topology) else _load(spec, gpu or "")
     if gpu and not any(device.sm == known_model(gpu) for device in made.devices):
-        raise TopologyError(f"the GPUs of {made.name} are known, so {gpu} cannot be their model")
+        raise TopologyError(
+            f"{gpu} cannot be the model of the GPUs of {made.name}: it is for pcie-N, mesh-N, "
+            "ring-N, files that do not tell it, and clusters of these"
+        )
     if measured is None:
         return made
     given = os.fspath(measured)

@@ -91,9 +91,9 @@ def known_model(model: str) -> int:
     """`capability_of_model`, but TopologyError for a model that is not known."""
     if not (sm := capability_of_model(model)):
         raise TopologyError(
-            f"unknown GPU model {model[:80]!r}: it is a name of nvidia-smi -L such as v100, a10, "
-            "a100, h100, h200, b200, b300, l40s, rtx a6000, rtx 4090 or rtx 5090; in place of "
-            "another GPU name one of its generation"
+            f"unknown GPU model {model[:80]!r}: give a name as nvidia-smi -L prints it, such as "
+            "v100, a10, a100, h100, h200, b200, b300, l40s, rtx a6000, rtx 4090 or rtx 5090; for a "
+            "GPU that is not known, give one of its generation"
         )
     return sm
 

@@ -56,10 +56,11 @@ def work_of(
     `tflops` is the speed that training reaches on one GPU, in TFLOP/s; by default REACHED of the
     peak. Raises CollectiveError where neither is known.
     """
-    if os.path.isfile(spec):
+    if os.path.isfile(spec) or spec not in overlap.models():
+        profile = overlap.load(spec)
         if batch is not None or tflops is not None:
             raise CollectiveError(f"{spec} has measured times: leave out --batch and --tflops")
-        return Work(overlap.load(spec), "", None)
+        return Work(profile, "", None)
     batch = BATCH if batch is None else integer(batch, "--batch", 1)
     if tflops is not None:
         number(tflops, "--tflops", 1e-3, 1e6)
@@ -72,7 +73,7 @@ def work_of(
 
 
 def _reached(machine: Topology) -> tuple[float, str]:
-    found = {device.sm for device in machine.devices} or {_by_name(machine.name)}
+    found = {device.sm for device in machine.devices if device.sm} or {_by_name(machine.name)}
     if len(found) > 1 or not (peak := PEAKS.get(next(iter(found)))):
         known = machine.on_memory or any(found) or any(name in machine.name for name in NAMES)
         named = "" if known else ", or --gpu, their model"

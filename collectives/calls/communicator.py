@@ -407,8 +407,8 @@ class Communicator(Methods):
     def _machine(self, ranks: Sequence[int]) -> Topology | str:
         """The machine of some of the ranks."""
         spec = self.settings.topology
-        if spec == "auto" or load(spec).devices:  # GPUs are found by their names
-            return spec
+        if spec == "auto" or any(d.uuid or d.bus_id for d in load(spec).devices):
+            return spec  # GPUs are found by their names
         return self.topology.subset([self.topology.gpus[r] for r in ranks])
 
     def _check_joined(self, ranks: Sequence[int]) -> None:

@@ -143,13 +143,14 @@ class RollCall:
         word = (self._words[-1] * _PRIME + call.word) % (1 << 62)
         to = [m for m in self._others if call.target in (None, m) and call.source in (None, me)]
         of = [m for m in self._others if call.source in (None, m) and call.target in (None, me)]
-        frames: dict[int, Any] = {}  # by part, of which many machines may get the same
+        frames: dict[object, Any] = {}  # by part, of which many machines may get the same
         sent = []
         for m in to:
             part = parts[m] if parts else None
-            if id(part) not in frames:
-                frames[id(part)] = _frame(word, _COMPARES, part)
-            sent.append((m, frames[id(part)]))
+            where = None if part is None else (part.ctypes.data, part.nbytes)
+            if where not in frames:
+                frames[where] = _frame(word, _COMPARES, part)
+            sent.append((m, frames[where]))
         deadline = self._deadline(self._timeout)
         self._words.append(word)
         self._send(sent)

@@ -206,7 +206,7 @@ def model(name: str, forward_s: float | None = None, backward_s: float | None = 
     CollectiveError.
     """
     if name not in _models():
-        raise _unknown(name)
+        raise _unknown(f"unknown model {shown(name)}", name)
     forward = FORWARD_S.get(name, ASSUMED_S) if forward_s is None else forward_s
     backward = 2 * forward if backward_s is None else backward_s
     number(forward, "forward_s", 0, MAX_NUMBER)
@@ -238,11 +238,10 @@ def model_at(name: str, batch: int, flops_per_s: float) -> Profile:
     return model(name, batch * sum(_models()[name]["flops"]) / flops_per_s)
 
 
-def _unknown(name: str) -> CollectiveError:
-    near = get_close_matches(name, _models(), 1)
+def _unknown(words: str, name: str) -> CollectiveError:
+    near = get_close_matches(str(name), _models(), 1)
     hint = f"did you mean {near[0]}? " if near else ""
-    models = ", ".join(_models())
-    return CollectiveError(f"{shown(name)} is neither a file nor a model; {hint}models: {models}")
+    return CollectiveError(f"{words}; {hint}models: {', '.join(_models())}")
 
 
 def load(spec: str) -> Profile:
@@ -256,7 +255,7 @@ def load(spec: str) -> Profile:
     except UnicodeDecodeError:
         raise CollectiveError(f"{shown(spec)} is not a text file") from None
     except (OSError, ValueError):
-        raise _unknown(spec) from None
+        raise _unknown(f"{shown(spec)} is neither a file nor a model", spec) from None
     try:
         if text.lstrip().startswith(("{", "[")):
             return Profile.from_json(text)

@@ -36,10 +36,10 @@ LOCAL = (
     "backward pass outside of no_sync() before each step"
 )
 UNREACHED = (
-    "step() was called after a forward pass, but since then no backward pass has reached a "
-    "parameter on this rank, for whose gradients other ranks may wait: add 0 * output.sum() to a "
-    "loss that may not depend on the model, and where all ranks leave out backward(), leave out "
-    "step() as well"
+    "step() was called after a forward pass, but a backward pass since then, if there was any, has "
+    "reached no parameter on this rank, so that gradients were not averaged, and other ranks may "
+    "wait for them: add 0 * output.sum() to a loss that may not depend on the model; where all "
+    "ranks leave out backward(), leave out step() as well"
 )
 HOOKED = (
     "{} has a post-accumulate hook beside DataParallel's, which would see the gradient of this "

@@ -160,7 +160,7 @@ def test_simulate_lists_all_and_traces_one(tmp_path: Path) -> None:
         ("topo '2 x dgx2 nics=3'", "nics='3': choose"),
         ("topo --xml x.xml '2 x dgx2'", "an NCCL topology is of one node"),
         ("plan -t mesh-3 -s 1M -k 100000000", "must be an integer from 1 to 65536, not 100000000"),
-        ("topo dgx2 --gpu h100", "the GPUs of dgx2 are known, so h100 cannot be"),
+        ("topo dgx2 --gpu h100", "h100 cannot be the model of the GPUs of dgx2"),
         ("topo dgx2 --tree 2", "--tree draws: give --svg FILE or --png FILE"),
         ("topo dgx2 --png a.svg", "--png writes a file that ends in .png, not a"),
         ("topo dgx2 --tree 0", "--tree draws: give --svg FILE or --png FILE"),

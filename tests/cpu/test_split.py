@@ -59,6 +59,13 @@ def test_ranks_that_no_link_joins_are_not_split_off(rank: int) -> None:
     assert x[0] == 8
 
 
+@on_ranks(4, topology=load("2 x mesh-2", gpu="a100"))
+def test_parts_of_a_cluster_of_known_models(rank: int) -> None:
+    """Its GPUs have no names by which they could be found."""
+    with get_default().split(rank % 2) as pair:
+        assert pair.topology.gpus == (rank % 2, 2 + rank % 2)
+
+
 @on_ranks(1)
 def test_a_color_is_an_integer(rank: int) -> None:
     with pytest.raises(CollectiveError) as caught:

@@ -65,6 +65,13 @@ def test_the_speed_is_that_of_the_model_given_for_a_cluster() -> None:
         assert work_of("resnet50", found) == alone
 
 
+def test_a_cluster_of_a_file_without_models_goes_by_its_name(tmp_path: Path) -> None:
+    matrix = "\tGPU0\tGPU1\nGPU0\t X \tNV12\nGPU1\tNV12\t X \n"
+    (tmp_path / "dgx-a100.txt").write_text(matrix)
+    found = topology.load(f"2 x {tmp_path / 'dgx-a100.txt'}")
+    assert work_of("resnet50", found) == work_of("resnet50", topology.load("dgx-a100"))
+
+
 def test_a_measured_profile_keeps_its_times(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     path.write_text("name,nbytes,forward_s,backward_s\na,1024,0.1,0.2\n")

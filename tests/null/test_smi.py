@@ -226,10 +226,10 @@ def test_a_model_by_name_gives_the_speed_that_the_text_does_not_tell() -> None:
         "allreduce: at most 514.3 GB/s on the wires = 72/7 links over NVLink; bottleneck"
     )
     assert {k.bandwidth for k in known.fabric} == {50 * 10**9}
-    with pytest.raises(TopologyError, match="unknown GPU model 'b9000': it is a name"):
+    with pytest.raises(TopologyError, match="unknown GPU model 'b9000': give a name"):
         load(text, gpu="b9000")
     for spec in ("dgx2", listed("NVIDIA A100-SXM4", 8) + text):
-        with pytest.raises(TopologyError, match="are known, so b300 cannot be their model"):
+        with pytest.raises(TopologyError, match="b300 cannot be the model of the GPUs of"):
             load(spec, gpu="b300")
 
 
