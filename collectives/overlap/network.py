@@ -318,6 +318,11 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
         raise CollectiveError(f"{where} is not a text file") from None
+    if not text.lstrip().startswith(("{", "[")):
+        raise CollectiveError(
+            f"{where} is no JSON, such as linkweave bench network writes; linkweave predict takes "
+            "machines instead"
+        )
     data = parse_json(text, where, CollectiveError)
     if isinstance(data, dict) and "network" in data:  # a ClusterMap's
         data = data["network"]
