@@ -41,6 +41,8 @@ from linkweave.collectives.training.update import LossScale, loss_scale_of
 
 log = logging.getLogger("linkweave")
 
+_DROPS = "training without GTopK drops the gradients that it had kept in the optimizer's state"
+
 
 class DataParallel(nn.Module):
     """Trains `module` on all ranks: each computes gradients of its own batch, which are averaged.
@@ -107,6 +109,8 @@ class DataParallel(nn.Module):
         device = next((p.device.type for p in module.parameters()), "cpu")
         transport = transport_of(group, device)
         if transport is None:
+            if optimizers[0].param_groups[0].pop(KEY, None):
+                log.warning(_DROPS)
             return
         try:
             self._join(transport, module, optimizers, schedule, chained, exchange,
@@ -130,7 +134,9 @@ class DataParallel(nn.Module):
             broadcast_buffers=broadcast_buffers, check_divergence=check_divergence,
             reduce_dtype=reduce_dtype, scaler=scale and scale.options,
         )  # fmt: skip
-        spec = exchange if isinstance(exchange, GTopK) else None
+        self._transport = transport
+        self._spec = spec = exchange if isinstance(exchange, GTopK) else None
+        self._check_state(optimizers[0], {"param_groups": optimizers[0].param_groups})
         embeddings = Embeddings()
         before: Any = Hook(self._before_state)
         embeddings.attach(module, optimizers, transport, before, self._skips, scale is not None)
@@ -157,9 +163,6 @@ class DataParallel(nn.Module):
             rebuilds=not isinstance(schedule, Schedule), compares=check_divergence,
             chaining=chaining,
         )  # fmt: skip
-        self._transport = transport
-        self._spec = spec
-        self._loading: dict[str, Any] | None = None
         for optimizer in optimizers:
             stepper = stepper_of(optimizer)
             stepper.engines.append(engine)
@@ -175,6 +178,7 @@ class DataParallel(nn.Module):
         for part in module.modules():
             registers += [part.register_state_dict_pre_hook, part.register_load_state_dict_pre_hook]
         first = optimizers[0]
+        self._take_state(first)  # that was loaded before
         self._handles: list[Any] = [register(before) for register in registers]
         self._handles += [
             first.register_state_dict_post_hook(Hook(self._add_state)),
@@ -287,21 +291,22 @@ class DataParallel(nn.Module):
     def _add_state(self, _: Any, state: dict[str, Any]) -> None:
         """Add what the exchange has not sent to the optimizer's state."""
         if self._engine and (kept := self._engine.exchange_state()):
-            state[KEY] = kept
+            state["param_groups"][0][KEY] = kept
 
     def _check_state(self, _: Any, state: dict[str, Any]) -> None:
         """Before the optimizer loads its state: what there is of an exchange must fit."""
-        self._loading = state.get(KEY)
-        if self._loading and self._spec:
+        kept = state["param_groups"][0].get(KEY)
+        if kept and self._spec:
             shapes = {name: p.shape for name, p in self.module.named_parameters()}
-            check_state(self._loading, self._transport.rank, self._transport.size, shapes)
-        elif self._loading:
-            log.warning("exchange='dense' drops the gradients that GTopK had not sent")
+            check_state(kept, self._transport.rank, self._transport.size, shapes)
+        elif kept:
+            log.warning(_DROPS)
 
-    def _take_state(self, _: Any) -> None:
+    def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """After that: go on from there."""
+        kept = optimizer.param_groups[0].pop(KEY, None)
         if self._spec and self._engine:
-            self._engine.load_exchange(self._loading)
+            self._engine.load_exchange(kept)
 
     def train(self, mode: bool = True) -> DataParallel:
         if self._engine:

@@ -87,7 +87,7 @@ def test_frozen_and_thawed_parameters(rank: int) -> None:
     mine.inner[3].requires_grad_(False)
     mine.optimizer.zero_grad()
     mine.model(batch(2, rank, 2)[0])  # ends the units
-    now = mine.optimizer.state_dict()[KEY]
+    now = mine.optimizer.state_dict()["param_groups"][0][KEY]
     assert now["steps"] == 2
     assert same(now["residual"], state["residual"])
     assert all(x.any() for name, x in now["residual"].items() if "weight" in name)

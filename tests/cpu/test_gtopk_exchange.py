@@ -286,26 +286,32 @@ def states(size: int) -> list[dict[str, Any]]:
         return {name: torch.tensor(x, dtype=torch.float32) for name, x in made.items()}
 
     return [
-        {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}],
-         KEY: {"rank": rank, "size": size, "steps": 7, "residual": parts()}}
+        {"state": {}, "param_groups": [{
+            "lr": 0.1, "params": [0, 1, 2],
+            KEY: {"rank": rank, "size": size, "steps": 7, "residual": parts()},
+        }]}
         for rank in range(size)
     ]  # fmt: skip
+
+
+def of(state: dict[str, Any]) -> Any:
+    return state["param_groups"][0][KEY]
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (1, 4), (2, 2), (5, 2), (2, 5)])
 def test_the_sum_of_residuals_stays_when_the_number_of_ranks_changes(old: int, new: int) -> None:
     before = states(old)
-    copies = [{k: v.clone() for k, v in one[KEY]["residual"].items()} for one in before]
+    copies = [{k: v.clone() for k, v in of(one)["residual"].items()} for one in before]
     after = resharded(before, new)
-    assert [(one[KEY]["rank"], one[KEY]["size"]) for one in after] == [(r, new) for r in range(new)]
-    assert all(one[KEY]["steps"] == 7 and one["param_groups"] for one in after)
-    names = before[0][KEY]["residual"].keys()
-    assert all(one[KEY]["residual"].keys() == names for one in after)
+    assert [(of(one)["rank"], of(one)["size"]) for one in after] == [(r, new) for r in range(new)]
+    assert all(of(one)["steps"] == 7 and one["param_groups"][0]["lr"] == 0.1 for one in after)
+    names = of(before[0])["residual"].keys()
+    assert all(of(one)["residual"].keys() == names for one in after)
     for name in names:
-        sums = [sum(one[KEY]["residual"][name] for one in every) for every in (before, after)]
+        sums = [sum(of(one)["residual"][name] for one in every) for every in (before, after)]
         assert torch.equal(*sums)
     assert all(
-        torch.equal(one[KEY]["residual"][name], copy[name])
+        torch.equal(of(one)["residual"][name], copy[name])
         for one, copy in zip(before, copies, strict=True) for name in copy
     )  # fmt: skip
 
@@ -315,7 +321,7 @@ def test_resharding_needs_all_states_in_order(given: str) -> None:
     found = states(3)
     chosen = {
         "none": [], "missing": found[:2], "twice": [*found[:2], found[1]],
-        "disorder": found[::-1], "dense": [{"state": {}, "param_groups": []}] * 3,
+        "disorder": found[::-1], "dense": [{"state": {}, "param_groups": [{}]}] * 3,
     }  # fmt: skip
     with pytest.raises(CollectiveError, match="the state_dicts of all ranks in order"):
         resharded(chosen[given], 2)

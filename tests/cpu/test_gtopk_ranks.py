@@ -106,7 +106,7 @@ def test_a_rank_of_a_process_group_dies_in_a_merge() -> None:
 # ---- process groups ------------------------------------------------------------------------------
 def trained(mine: Training) -> list[dict[str, torch.Tensor]]:
     mine.steps(*range(8))
-    state = mine.optimizer.state_dict()["exchange"]
+    state = mine.optimizer.state_dict()["param_groups"][0]["exchange"]
     found = [copied(mine.model.state_dict()), state["residual"]]
     mine.model.close()
     return found

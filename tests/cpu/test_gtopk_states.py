@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from gtopk_training import ALL, SGD, Training
 from torch import nn
 from training_models import apart, copied, error_of, imported, same
 
-from linkweave import GTopK, collectives
+from linkweave import DataParallel, GTopK, collectives
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.training.gtopk.options import KEY, resharded
 from tests.cpu.on_ranks import on_ranks
@@ -39,9 +40,15 @@ def load(mine: Training, state: dict[str, Any]) -> Training:
     return mine
 
 
+def of(state: dict[str, Any]) -> dict[str, Any]:
+    """What the exchange keeps, in an optimizer's state."""
+    found: dict[str, Any] = state["param_groups"][0][KEY]
+    return found
+
+
 def everything(mine: Training) -> dict[str, torch.Tensor]:
     """Parameters, and what the exchange keeps."""
-    state = mine.optimizer.state_dict()[KEY]
+    state = of(mine.optimizer.state_dict())
     return copied(mine.model.state_dict()) | {
         f"residual {name}": x for name, x in state["residual"].items()
     } | {"steps": torch.tensor(state["steps"])}  # fmt: skip
@@ -57,11 +64,16 @@ def begin(rank: int, path: Path, spec: GTopK, options: dict[str, Any]) -> Any:
     return found
 
 
-def go_on(rank: int, path: Path, spec: GTopK, options: dict[str, Any], late: bool) -> Any:
+def go_on(rank: int, path: Path, spec: GTopK, options: dict[str, Any], when: str) -> Any:
     mine = Training(spec, **options)
-    if late:
+    if when == "late":
         mine.steps(5, 6)
-    load(mine, state_of(path, rank)).steps(*range(3, 8))
+    if when == "before DataParallel":
+        mine.model.close()
+    load(mine, state_of(path, rank))
+    if when == "before DataParallel":
+        mine.wrap(spec)
+    mine.steps(*range(3, 8))
     found = everything(mine)
     mine.close()
     return found
@@ -69,11 +81,11 @@ def go_on(rank: int, path: Path, spec: GTopK, options: dict[str, Any], late: boo
 
 @pytest.mark.parametrize("options", [HEAVY, {"lr": 0.1}], ids=["momentum", "plain"])
 def test_training_goes_on_to_the_bit(options: dict[str, Any], tmp_path: Path) -> None:
-    """In other processes, also after steps of another training."""
+    """In other processes, after steps of another training, or of an optimizer yet to be wrapped."""
     spec = SPEC
     want = collectives.spawn(begin, 3, args=(tmp_path, spec, options), timeout=60)
-    for late in (False, True):
-        found = collectives.spawn(go_on, 3, args=(tmp_path, spec, options, late), timeout=60)
+    for when in ("at once", "late", "before DataParallel"):
+        found = collectives.spawn(go_on, 3, args=(tmp_path, spec, options, when), timeout=60)
         assert all(same(a, b) for a, b in zip(found, want, strict=True))
     assert int(want[0]["steps"]) == 8
     assert not same(want[0], want[1])  # residuals are a rank's own
@@ -83,16 +95,16 @@ def test_training_goes_on_to_the_bit(options: dict[str, Any], tmp_path: Path) ->
 def test_states_before_the_first_pass(rank: int) -> None:
     """What was loaded is what is saved."""
     mine = Training(SPEC, **HEAVY)
-    assert KEY not in mine.optimizer.state_dict()
+    assert KEY not in mine.optimizer.state_dict()["param_groups"][0]
     mine.steps(0, 1)
     state = mine.optimizer.state_dict()
     other = Training(SPEC, **HEAVY)
     other.optimizer.load_state_dict(state)
-    again = other.optimizer.state_dict()[KEY]
-    assert same(again["residual"], state[KEY]["residual"])
+    again = of(other.optimizer.state_dict())
+    assert same(again["residual"], of(state)["residual"])
     kept = mine.sparse.state_dict()["residual"]
     mine.steps(2)
-    assert same(kept, state[KEY]["residual"])  # a state is a copy
+    assert same(kept, of(state)["residual"])  # a state is a copy
     mine.model.close()
     other.model.close()
 
@@ -143,7 +155,9 @@ def test_states_that_do_not_fit(rank: int) -> None:
         ({"residual": {"1.bias": torch.ones(3)}},
          "a residual of shape (3,) for 1.bias, which has shape (12,)"),
     ):  # fmt: skip
-        other = {**state, KEY: {**state[KEY], **changes}}
+        head, *others = state["param_groups"]
+        groups = [{**head, KEY: {**head[KEY], **changes}}, *others]
+        other = {**state, "param_groups": groups}
         said = error_of(lambda other=other: mine.optimizer.load_state_dict(other))
         assert words in said
         fresh = Training(SPEC, **HEAVY)
@@ -158,12 +172,30 @@ def test_states_that_do_not_fit(rank: int) -> None:
     mine.close()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_was_not_sent_is_not_dropped_in_silence(size: int) -> None:
+    def work(rank: int) -> list[str]:
+        model = nn.Linear(2, 1)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0][KEY] = {"rank": rank, "size": size, "steps": 1, "residual": {}}
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("linkweave").addHandler(handler)
+        DataParallel(model, optimizer).close()
+        assert KEY not in optimizer.param_groups[0]
+        return said
+
+    for said in collectives.spawn(work, size):
+        assert ["drops the gradients" in words for words in said] == [True]
+
+
 @on_ranks(2)
 def test_a_closed_training_leaves_a_plain_optimizer(rank: int) -> None:
     mine = Training(SPEC, **HEAVY).steps(0, 1)
     mine.model.close()
     assert type(mine.optimizer) is SGD
-    assert KEY not in mine.optimizer.state_dict()
+    assert KEY not in mine.optimizer.state_dict()["param_groups"][0]
     mine.wrap(SPEC)
     mine.steps(2)
     assert mine.sparse.steps == 1
@@ -206,7 +238,7 @@ def test_training_goes_on_with_other_ranks(old: int, new: int, tmp_path: Path) -
                 assert all(torch.equal(one[name], found[0][name]) for one in found)
                 continue
             key = name.removeprefix("residual ")
-            want = sum(state["optimizer"][KEY]["residual"][key] for state in states)
+            want = sum(of(state["optimizer"])["residual"][key] for state in states)
             assert torch.allclose(sum(one[name] for one in found), want, rtol=0, atol=1e-6)
 
 
@@ -222,10 +254,10 @@ def test_residuals_of_frozen_parameters_stay(rank: int) -> None:
     """What was not sent of a parameter outlasts steps in which it is frozen."""
     mine = Training(SPEC, policy="auto", measured=True, **HEAVY).steps(0, 1, 2)
     name, parameter = next(iter(mine.inner.named_parameters()))
-    before = mine.optimizer.state_dict()[KEY]["residual"][name].clone()
+    before = of(mine.optimizer.state_dict())["residual"][name].clone()
     parameter.requires_grad_(False)
     mine.steps(3)
-    between = mine.optimizer.state_dict()[KEY]["residual"][name]
+    between = of(mine.optimizer.state_dict())["residual"][name]
     assert before.any() and torch.equal(before, between)
 
 

@@ -10,7 +10,8 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.topology.checks import integer, number, shown
 
 KEY = "exchange"
-"""The entry of an optimizer's state_dict that holds the state of the exchange."""
+"""The entry of an optimizer's first parameter group that holds the state of the exchange, in its
+state_dict. An optimizer that loads that before DataParallel has it keeps it there."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
     Raises CollectiveError if a rank's state is missing, and for a single rank, which trains without
     an exchange.
     """
-    found: list[dict[str, Any]] = [state.get(KEY, {}) for state in states]
+    found: list[dict[str, Any]] = [state["param_groups"][0].get(KEY, {}) for state in states]
     ranks = [(one.get("rank"), one.get("size")) for one in found]
     if not states or ranks != [(rank, len(states)) for rank in range(len(states))]:
         raise CollectiveError(
@@ -136,5 +137,7 @@ def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
             for name in (given[0] if given else ())
         } or {name: x.new_zeros(x.shape) for name, x in found[0]["residual"].items()}
         own = {**found[0], "rank": rank, "size": size, "residual": residual}
-        made.append({**states[rank % len(states)], KEY: own})
+        state = states[rank % len(states)]
+        head, *others = state["param_groups"]
+        made.append({**state, "param_groups": [{**head, KEY: own}, *others]})
     return made
