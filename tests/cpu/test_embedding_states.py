@@ -154,13 +154,20 @@ def test_close_completes_the_last_step(rank: int) -> None:
 
 
 # ---- the optimizer -------------------------------------------------------------------------------
-def trained(kind: str, steps: range, saved: Any = None) -> tuple[Any, dict[str, torch.Tensor]]:
-    """(model's and optimizers' states, the state some steps later)."""
+def trained(
+    kind: str, steps: range, saved: Any = None, early: bool = False
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(model's and optimizers' states, the state some steps later). What was `saved` is loaded
+    before or after DataParallel takes the optimizers."""
     pair = Pair(kind, lstm)
+    if early:
+        pair.model.close()
     if saved:
         pair.model.load_state_dict(saved[0])
         for optimizer, state in zip(pair.optimizers, saved[1], strict=True):
             optimizer.load_state_dict(state)
+    if early:
+        pair.model = collectives.DataParallel(pair.inner, pair.optimizers, schedule="wfbp")
     found: Any = None
     batches = [pair.share(step) for step in steps]
     for number, mine in enumerate(prefetch(batches)):
@@ -174,8 +181,8 @@ def trained(kind: str, steps: range, saved: Any = None) -> tuple[Any, dict[str, 
     return found, state
 
 
-def resumed(rank: int, kind: str, saved: Any) -> dict[str, torch.Tensor]:
-    return trained(kind, range(2, 5), saved)[1]
+def resumed(rank: int, kind: str, saved: Any, early: bool) -> dict[str, torch.Tensor]:
+    return trained(kind, range(2, 5), saved, early)[1]
 
 
 def whole(rank: int, kind: str) -> Any:
@@ -201,8 +208,8 @@ def test_training_is_resumed(kind: str) -> None:
     saved, end = found[0]
     for (_, mine), (_, its) in zip(saved[1], found[1][0][1], strict=False):
         assert mine == its
-    for size in (2, 3, 1):
-        again = collectives.spawn(resumed, size, args=(kind, saved), timeout=60)
+    for size, early in ((2, False), (2, True), (3, False), (1, False)):
+        again = collectives.spawn(resumed, size, args=(kind, saved, early), timeout=60)
         assert same(again[0], end) or size != 2
         assert apart(again[0], end) < 1e-12
     assert apart(alone(kind, saved), end) < 1e-12

@@ -62,6 +62,7 @@ class Embeddings:
                 )
         for optimizer in optimizers:
             if (rows := self._rows[id(optimizer)]).embeddings:
+                rows.divide_state()
                 self._handles += [
                     optimizer.register_state_dict_pre_hook(before),
                     optimizer.register_state_dict_post_hook(Hook(rows.add_state)),
@@ -339,17 +340,26 @@ class RowOptimizer:
         """Before `load_state_dict`: what there is for this rank's columns."""
         found = dict(state["state"])
         for number, embedding in self._numbered():
-            shape = embedding.num_embeddings, embedding.embedding_dim
-            found[number] = {
-                name: embedding.mine(x).clone() if _is_like(x, shape) else x
-                for name, x in found.get(number, {}).items()
-            }
+            found[number] = _own_columns(embedding, found.get(number, {}))
         return {**state, "state": {n: x for n, x in found.items() if x or n in state["state"]}}
+
+    def divide_state(self) -> None:
+        """What the optimizer has loaded before it came here has all columns."""
+        for embedding in self.embeddings:
+            if known := self._optimizer.state.get(embedding.weight):
+                known.update(_own_columns(embedding, known))
 
     def _numbered(self) -> list[tuple[int, ShardedEmbedding]]:
         """The embeddings, each with its parameter's number in a state_dict."""
         every = [id(p) for group in groups_of(self._optimizer) for p in group["params"]]
         return [(every.index(id(one.weight)), one) for one in self.embeddings]
+
+
+def _own_columns(embedding: ShardedEmbedding, states: dict[str, Any]) -> dict[str, Any]:
+    shape = embedding.num_embeddings, embedding.embedding_dim
+    return {
+        name: embedding.mine(x).clone() if _is_like(x, shape) else x for name, x in states.items()
+    }
 
 
 def _on_rows(
