@@ -318,12 +318,15 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
         raise CollectiveError(f"{where} is not a text file") from None
-    if not text.lstrip().startswith(("{", "[")):
+    try:
+        data = parse_json(text, where, CollectiveError)
+    except CollectiveError:
+        if text.lstrip()[:1] in ("", "{", "["):
+            raise
         raise CollectiveError(
             f"{where} is no JSON, such as linkweave bench network writes; linkweave predict takes "
             "machines instead"
-        )
-    data = parse_json(text, where, CollectiveError)
+        ) from None
     if isinstance(data, dict) and "network" in data:  # a ClusterMap's
         data = data["network"]
     if not isinstance(data, dict):

@@ -109,8 +109,9 @@ class DataParallel(nn.Module):
         device = next((p.device.type for p in module.parameters()), "cpu")
         transport = transport_of(group, device)
         if transport is None:
-            if optimizers[0].param_groups[0].pop(KEY, None):
-                log.warning(_DROPS)
+            for one in optimizers:
+                _drop_kept(one)
+                one.register_load_state_dict_post_hook(_drop_kept)
             return
         try:
             self._join(transport, module, optimizers, schedule, chained, exchange,
@@ -136,7 +137,8 @@ class DataParallel(nn.Module):
         )  # fmt: skip
         self._transport = transport
         self._spec = spec = exchange if isinstance(exchange, GTopK) else None
-        self._check_state(optimizers[0], {"param_groups": optimizers[0].param_groups})
+        self._first, self._loading = optimizers[0], None
+        loaded = [o for o in optimizers if self._check_state(o, {"param_groups": o.param_groups})]
         embeddings = Embeddings()
         before: Any = Hook(self._before_state)
         embeddings.attach(module, optimizers, transport, before, self._skips, scale is not None)
@@ -177,14 +179,15 @@ class DataParallel(nn.Module):
             registers += [one.register_state_dict_pre_hook, one.register_load_state_dict_pre_hook]
         for part in module.modules():
             registers += [part.register_state_dict_pre_hook, part.register_load_state_dict_pre_hook]
-        first = optimizers[0]
-        self._take_state(first)  # that was loaded before
+        for one in loaded:
+            self._take_state(one)
         self._handles: list[Any] = [register(before) for register in registers]
-        self._handles += [
-            first.register_state_dict_post_hook(Hook(self._add_state)),
-            first.register_load_state_dict_pre_hook(Hook(self._check_state)),
-            first.register_load_state_dict_post_hook(Hook(self._take_state)),
-        ]
+        self._handles.append(self._first.register_state_dict_post_hook(Hook(self._add_state)))
+        for one in optimizers:
+            self._handles += [
+                one.register_load_state_dict_pre_hook(Hook(self._check_state)),
+                one.register_load_state_dict_post_hook(Hook(self._take_state)),
+            ]
 
     # ---- the training loop -------------------------------------------------------------------
     @left_alone
@@ -293,20 +296,33 @@ class DataParallel(nn.Module):
         if self._engine and (kept := self._engine.exchange_state()):
             state["param_groups"][0][KEY] = kept
 
-    def _check_state(self, _: Any, state: dict[str, Any]) -> None:
-        """Before the optimizer loads its state: what there is of an exchange must fit."""
+    def _check_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
+        """Before an optimizer loads its state: what there is of an exchange must fit. Returns
+        whether there is anything of this model."""
         kept = state["param_groups"][0].get(KEY)
-        if kept and self._spec:
-            shapes = {name: p.shape for name, p in self.module.named_parameters()}
-            check_state(kept, self._transport.rank, self._transport.size, shapes)
-        elif kept:
-            log.warning(_DROPS)
+        if optimizer is self._first:
+            self._loading = kept
+        if not kept:
+            return False
+        shapes = {name: p.shape for name, p in self.module.named_parameters()}
+        if not self._spec:
+            ours: bool = kept["residual"].keys() <= shapes.keys()
+            if ours:
+                log.warning(_DROPS)
+            return ours
+        if optimizer is not self._first:
+            raise CollectiveError(
+                "what GTopK has kept is in the state of another optimizer than the first one: give "
+                "DataParallel the optimizers in the order of the training that saved it"
+            )
+        check_state(kept, self._transport.rank, self._transport.size, shapes)
+        return True
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """After that: go on from there."""
-        kept = optimizer.param_groups[0].pop(KEY, None)
-        if self._spec and self._engine:
-            self._engine.load_exchange(kept)
+        optimizer.param_groups[0].pop(KEY, None)
+        if self._spec and self._engine and optimizer is self._first:
+            self._engine.load_exchange(self._loading)
 
     def train(self, mode: bool = True) -> DataParallel:
         if self._engine:
@@ -485,6 +501,12 @@ class DataParallel(nn.Module):
 
 
 Spans = list[tuple[float, float]]
+
+
+def _drop_kept(optimizer: torch.optim.Optimizer) -> None:
+    """A single rank has no use for what GTopK had kept."""
+    if optimizer.param_groups[0].pop(KEY, None):
+        log.warning(_DROPS)
 
 
 def _copy_of(module: nn.Module, training: bool, end: str) -> DataParallel:

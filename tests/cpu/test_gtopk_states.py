@@ -172,22 +172,64 @@ def test_states_that_do_not_fit(rank: int) -> None:
     mine.close()
 
 
+@pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_was_not_sent_is_not_dropped_in_silence(size: int) -> None:
+def test_what_was_not_sent_is_not_dropped_in_silence(size: int, early: bool) -> None:
+    """Loaded before or after DataParallel takes the optimizer; and it is not saved again."""
+
     def work(rank: int) -> list[str]:
         model = nn.Linear(2, 1)
         optimizer = SGD(model.parameters(), lr=0.1)
-        optimizer.param_groups[0][KEY] = {"rank": rank, "size": size, "steps": 1, "residual": {}}
+        state = optimizer.state_dict()
+        state["param_groups"][0][KEY] = {"rank": rank, "size": size, "steps": 1, "residual": {}}
         said: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("linkweave").addHandler(handler)
-        DataParallel(model, optimizer).close()
-        assert KEY not in optimizer.param_groups[0]
+        if early:
+            optimizer.load_state_dict(state)
+        with DataParallel(model, optimizer):
+            if not early:
+                optimizer.load_state_dict(state)
+            assert KEY not in optimizer.state_dict()["param_groups"][0]
         return said
 
     for said in collectives.spawn(work, size):
         assert ["drops the gradients" in words for words in said] == [True]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
+def test_a_model_that_shares_the_optimizer_takes_nothing(early: bool) -> None:
+    """A dense one, which DataParallel gets first."""
+
+    def work(rank: int) -> list[int]:
+        one, other = nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1))
+        optimizer = SGD([*one.parameters(), *other.parameters()], lr=0.1)
+        state, zeros = optimizer.state_dict(), {"0.weight": torch.ones(1, 2)}
+        state["param_groups"][0][KEY] = {"rank": rank, "size": 2, "steps": 7, "residual": zeros}
+        if early:
+            optimizer.load_state_dict(state)
+        with DataParallel(one, optimizer), DataParallel(other, optimizer, exchange=SPEC):
+            if not early:
+                optimizer.load_state_dict(state)
+            return [of(optimizer.state_dict())["steps"]]
+
+    assert collectives.spawn(work, 2) == [[7], [7]]
+
+
+def test_optimizers_in_another_order() -> None:
+    def work(rank: int) -> list[str]:
+        model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+        first, second = (SGD(part.parameters(), lr=0.1) for part in model)
+        state = second.state_dict()
+        state["param_groups"][0][KEY] = {"rank": rank, "size": 2, "steps": 7, "residual": {}}
+        with DataParallel(model, [first, second], exchange=SPEC):
+            said = [error_of(lambda: second.load_state_dict(state))]
+        second.load_state_dict(state)
+        return [*said, error_of(lambda: DataParallel(model, [first, second], exchange=SPEC))]
+
+    for said in collectives.spawn(work, 2):
+        assert all("in the order of the training that saved it" in words for words in said), said
 
 
 @on_ranks(2)

@@ -10,6 +10,7 @@ from torch import nn
 from training_models import imported, schedule_for  # noqa: F401
 
 from linkweave.bench.training import sleeping, train
+from linkweave.collectives import overlap
 
 
 def test_one_rank_trains_by_the_engine(imported: None, monkeypatch: Any) -> None:  # noqa: F811
@@ -33,3 +34,11 @@ def test_a_chained_schedule_is_run_unchained_too() -> None:
         ("c-cube", True), ("c-cube", False), ("ddp", False)
     ]  # fmt: skip
     assert all(one.communications == plans[one.policy == "ddp"].communications for one in made)
+
+
+def test_a_sparse_exchange_is_run(imported: None) -> None:  # noqa: F811
+    """With the check that what has not been sent is kept."""
+    known = overlap.model("vgg16-cifar"), overlap.network("1GbE", 2)
+    plans = sleeping.sparse_plans(*sleeping.scaled(*known, 1 << 20, 0.02))[:1]
+    (row,) = sleeping.rows(plans, 2, 2, density=0.01)
+    assert (row.policy, row.chained, row.all_reduces) == ("after-backward", False, 1)

@@ -199,6 +199,7 @@ def test_a_network_is_read_from_what_users_write(tmp_path: Path) -> None:
     [
         ("{", "net.json': line 1 column 2: "),
         ("GPU0 GPU1", "net.json' is no JSON, such as linkweave bench network writes; "),
+        ("3", "needs an object of startup_s, seconds_per_byte, gamma, workers, name"),
         ("[1]", "gamma, workers, name, timings, overhead_s, not a list of 1 items"),
         ('{"network": 3}', "needs an object of startup_s, seconds_per_byte, gamma, workers, name"),
         ('{"startup_s": 1}', "net.json' has no seconds_per_byte"),
