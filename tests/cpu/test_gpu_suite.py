@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import product
+from itertools import chain, cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -295,6 +295,22 @@ def test_plans_are_measured_with_their_settings(name: str, monkeypatch: pytest.M
         assert [r["blocks"] for r in row["rows"]] == [14 * width for width in (8, 4, 2, 1)]
         least = row["bytes"] / row["link_bytes_per_s"]  # `hidden` depends on what else runs here
         assert all(r["allreduce_s"] >= least and math.isfinite(r["hidden"]) for r in row["rows"])
+
+
+@needs_compiler
+def test_what_is_hidden_is_a_share_of_the_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with measured(monkeypatch) as meter:
+        told = chain([0.5], cycle([2.0, 5.0]))  # a product; an all-reduce, and both together
+
+        def seconds(call: Any, wait: Any, repeats: int) -> float:
+            call()
+            wait()
+            return next(told)
+
+        monkeypatch.setattr(meter, "seconds", seconds)
+        row = MEASURES["matrices"](meter)
+    # 2 all-reduces beside 8 products, each 4 s alone
+    assert [(r["allreduce_s"], r["hidden"]) for r in row["rows"]] == [(2.0, 0.75)] * 4
 
 
 @needs_compiler
