@@ -25,7 +25,7 @@ from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.overlap import Communication, Network
 from linkweave.collectives.overlap.communication import REDUCE_SCATTER
 from linkweave.collectives.overlap.units import ALIGN
-from linkweave.collectives.training.gtopk.options import KEY
+from linkweave.collectives.training.gtopk.options import kept_in
 from linkweave.collectives.training.transport import Counts, OverCommunicator, Queue
 from linkweave.collectives.training.tuner import SPARSE, after_backward, unchained
 
@@ -227,7 +227,7 @@ def _train(
         if save:
             trained.save_step(save)
         wanted = -float(steps + 2)  # on average, with what has not been sent
-        kept = optimizer.state_dict()["param_groups"][0].get(KEY, {}).get("residual", {})
+        kept = kept_in(optimizer.state_dict()).get("residual", {})
         left = torch.tensor([sum(float(x.double().sum()) for x in kept.values()) / comm.size])
         comm.allreduce(left)
         moved = sum(float(layer.weight.detach().double().sum()) for layer in model)

@@ -29,7 +29,7 @@ from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.exchange import Dense, Exchange
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.gtopk.exchange import SparseExchange
-from linkweave.collectives.training.gtopk.options import KEY, GTopK, check_state
+from linkweave.collectives.training.gtopk.options import KEY, GTopK, check_state, kept_in
 from linkweave.collectives.training.hooks import Hook, compiling_by, left_alone, nothing
 from linkweave.collectives.training.joining import joined
 from linkweave.collectives.training.layout import drop_gradients
@@ -37,7 +37,7 @@ from linkweave.collectives.training.program import Program, StepRecord
 from linkweave.collectives.training.stepping import refuse_another_scaler, stepper_of
 from linkweave.collectives.training.transport import Transport, transport_of
 from linkweave.collectives.training.tuner import Tuner
-from linkweave.collectives.training.update import LossScale, loss_scale_of
+from linkweave.collectives.training.update import LossScale, groups_of, loss_scale_of
 
 log = logging.getLogger("linkweave")
 
@@ -106,12 +106,14 @@ class DataParallel(nn.Module):
         self._engine: Engine | None = None
         self._end = ""  # why it takes no part in training any more
         self._warned = False
+        self._spec: GTopK | None = None
+        self._first = optimizers[0]  # whose state has that of the exchange
+        self._loading: dict[str, Any] = {}
+        self._handles: list[Any] = []
         device = next((p.device.type for p in module.parameters()), "cpu")
         transport = transport_of(group, device)
         if transport is None:
-            for one in optimizers:
-                _drop_kept(one)
-                one.register_load_state_dict_post_hook(_drop_kept)
+            self._follow_states(optimizers, self._loaded(optimizers))
             return
         try:
             self._join(transport, module, optimizers, schedule, chained, exchange,
@@ -137,8 +139,7 @@ class DataParallel(nn.Module):
         )  # fmt: skip
         self._transport = transport
         self._spec = spec = exchange if isinstance(exchange, GTopK) else None
-        self._first, self._loading = optimizers[0], None
-        loaded = [o for o in optimizers if self._check_state(o, {"param_groups": o.param_groups})]
+        loaded = self._loaded(optimizers)
         embeddings = Embeddings()
         before: Any = Hook(self._before_state)
         embeddings.attach(module, optimizers, transport, before, self._skips, scale is not None)
@@ -179,15 +180,9 @@ class DataParallel(nn.Module):
             registers += [one.register_state_dict_pre_hook, one.register_load_state_dict_pre_hook]
         for part in module.modules():
             registers += [part.register_state_dict_pre_hook, part.register_load_state_dict_pre_hook]
-        for one in loaded:
-            self._take_state(one)
-        self._handles: list[Any] = [register(before) for register in registers]
+        self._handles += [register(before) for register in registers]
         self._handles.append(self._first.register_state_dict_post_hook(Hook(self._add_state)))
-        for one in optimizers:
-            self._handles += [
-                one.register_load_state_dict_pre_hook(Hook(self._check_state)),
-                one.register_load_state_dict_post_hook(Hook(self._take_state)),
-            ]
+        self._follow_states(optimizers, loaded)
 
     # ---- the training loop -------------------------------------------------------------------
     @left_alone
@@ -296,10 +291,26 @@ class DataParallel(nn.Module):
         if self._engine and (kept := self._engine.exchange_state()):
             state["param_groups"][0][KEY] = kept
 
+    def _loaded(self, optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """Those that have loaded what an exchange of this model had kept."""
+        return [o for o in optimizers if self._check_state(o, {"param_groups": groups_of(o)})]
+
+    def _follow_states(
+        self, optimizers: list[torch.optim.Optimizer], loaded: list[torch.optim.Optimizer]
+    ) -> None:
+        """Take what has been loaded, and what will be."""
+        for optimizer in loaded:
+            self._take_state(optimizer)
+        for optimizer in optimizers:
+            self._handles += [
+                optimizer.register_load_state_dict_pre_hook(Hook(self._check_state)),
+                optimizer.register_load_state_dict_post_hook(Hook(self._take_state)),
+            ]
+
     def _check_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
         """Before an optimizer loads its state: what there is of an exchange must fit. Returns
         whether there is anything of this model."""
-        kept = state["param_groups"][0].get(KEY)
+        kept = kept_in(state)
         if optimizer is self._first:
             self._loading = kept
         if not kept:
@@ -320,9 +331,9 @@ class DataParallel(nn.Module):
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """After that: go on from there."""
-        optimizer.param_groups[0].pop(KEY, None)
+        groups_of(optimizer)[0].pop(KEY, None)
         if self._spec and self._engine and optimizer is self._first:
-            self._engine.load_exchange(self._loading)
+            self._engine.load_exchange(self._loading or None)
 
     def train(self, mode: bool = True) -> DataParallel:
         if self._engine:
@@ -501,12 +512,6 @@ class DataParallel(nn.Module):
 
 
 Spans = list[tuple[float, float]]
-
-
-def _drop_kept(optimizer: torch.optim.Optimizer) -> None:
-    """A single rank has no use for what GTopK had kept."""
-    if optimizer.param_groups[0].pop(KEY, None):
-        log.warning(_DROPS)
 
 
 def _copy_of(module: nn.Module, training: bool, end: str) -> DataParallel:

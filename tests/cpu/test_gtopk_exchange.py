@@ -17,7 +17,7 @@ from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import Network
 from linkweave.collectives.overlap.network import sparse_seconds
 from linkweave.collectives.training.gtopk.exchange import SparseAverage
-from linkweave.collectives.training.gtopk.options import KEY, resharded
+from linkweave.collectives.training.gtopk.options import KEY, kept_in, resharded
 from linkweave.kernels.gtopk.cpu import entries
 
 
@@ -294,24 +294,21 @@ def states(size: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def of(state: dict[str, Any]) -> Any:
-    return state["param_groups"][0][KEY]
-
-
 @pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (1, 4), (2, 2), (5, 2), (2, 5)])
 def test_the_sum_of_residuals_stays_when_the_number_of_ranks_changes(old: int, new: int) -> None:
     before = states(old)
-    copies = [{k: v.clone() for k, v in of(one)["residual"].items()} for one in before]
+    copies = [{k: v.clone() for k, v in kept_in(one)["residual"].items()} for one in before]
     after = resharded(before, new)
-    assert [(of(one)["rank"], of(one)["size"]) for one in after] == [(r, new) for r in range(new)]
-    assert all(of(one)["steps"] == 7 and one["param_groups"][0]["lr"] == 0.1 for one in after)
-    names = of(before[0])["residual"].keys()
-    assert all(of(one)["residual"].keys() == names for one in after)
+    ranks = [(kept_in(one)["rank"], kept_in(one)["size"]) for one in after]
+    assert ranks == [(r, new) for r in range(new)]
+    assert all(kept_in(one)["steps"] == 7 and one["param_groups"][0]["lr"] == 0.1 for one in after)
+    names = kept_in(before[0])["residual"].keys()
+    assert all(kept_in(one)["residual"].keys() == names for one in after)
     for name in names:
-        sums = [sum(of(one)["residual"][name] for one in every) for every in (before, after)]
+        sums = [sum(kept_in(one)["residual"][name] for one in every) for every in (before, after)]
         assert torch.equal(*sums)
     assert all(
-        torch.equal(of(one)["residual"][name], copy[name])
+        torch.equal(kept_in(one)["residual"][name], copy[name])
         for one, copy in zip(before, copies, strict=True) for name in copy
     )  # fmt: skip
 

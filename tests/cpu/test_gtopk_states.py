@@ -15,7 +15,7 @@ from training_models import apart, copied, error_of, imported, same
 
 from linkweave import DataParallel, GTopK, collectives
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.training.gtopk.options import KEY, resharded
+from linkweave.collectives.training.gtopk.options import KEY, kept_in, resharded
 from tests.cpu.on_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures(imported.__name__)
@@ -40,15 +40,9 @@ def load(mine: Training, state: dict[str, Any]) -> Training:
     return mine
 
 
-def of(state: dict[str, Any]) -> dict[str, Any]:
-    """What the exchange keeps, in an optimizer's state."""
-    found: dict[str, Any] = state["param_groups"][0][KEY]
-    return found
-
-
 def everything(mine: Training) -> dict[str, torch.Tensor]:
     """Parameters, and what the exchange keeps."""
-    state = of(mine.optimizer.state_dict())
+    state = kept_in(mine.optimizer.state_dict())
     return copied(mine.model.state_dict()) | {
         f"residual {name}": x for name, x in state["residual"].items()
     } | {"steps": torch.tensor(state["steps"])}  # fmt: skip
@@ -100,11 +94,11 @@ def test_states_before_the_first_pass(rank: int) -> None:
     state = mine.optimizer.state_dict()
     other = Training(SPEC, **HEAVY)
     other.optimizer.load_state_dict(state)
-    again = of(other.optimizer.state_dict())
-    assert same(again["residual"], of(state)["residual"])
+    again = kept_in(other.optimizer.state_dict())
+    assert same(again["residual"], kept_in(state)["residual"])
     kept = mine.sparse.state_dict()["residual"]
     mine.steps(2)
-    assert same(kept, of(state)["residual"])  # a state is a copy
+    assert same(kept, kept_in(state)["residual"])  # a state is a copy
     mine.model.close()
     other.model.close()
 
@@ -212,7 +206,7 @@ def test_a_model_that_shares_the_optimizer_takes_nothing(early: bool) -> None:
         with DataParallel(one, optimizer), DataParallel(other, optimizer, exchange=SPEC):
             if not early:
                 optimizer.load_state_dict(state)
-            return [of(optimizer.state_dict())["steps"]]
+            return [kept_in(optimizer.state_dict())["steps"]]
 
     assert collectives.spawn(work, 2) == [[7], [7]]
 
@@ -280,7 +274,7 @@ def test_training_goes_on_with_other_ranks(old: int, new: int, tmp_path: Path) -
                 assert all(torch.equal(one[name], found[0][name]) for one in found)
                 continue
             key = name.removeprefix("residual ")
-            want = sum(of(state["optimizer"])["residual"][key] for state in states)
+            want = sum(kept_in(state["optimizer"])["residual"][key] for state in states)
             assert torch.allclose(sum(one[name] for one in found), want, rtol=0, atol=1e-6)
 
 
@@ -296,10 +290,10 @@ def test_residuals_of_frozen_parameters_stay(rank: int) -> None:
     """What was not sent of a parameter outlasts steps in which it is frozen."""
     mine = Training(SPEC, policy="auto", measured=True, **HEAVY).steps(0, 1, 2)
     name, parameter = next(iter(mine.inner.named_parameters()))
-    before = of(mine.optimizer.state_dict())["residual"][name].clone()
+    before = kept_in(mine.optimizer.state_dict())["residual"][name].clone()
     parameter.requires_grad_(False)
     mine.steps(3)
-    between = of(mine.optimizer.state_dict())["residual"][name]
+    between = kept_in(mine.optimizer.state_dict())["residual"][name]
     assert before.any() and torch.equal(before, between)
 
 

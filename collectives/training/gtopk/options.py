@@ -111,6 +111,12 @@ def check_state(
             )
 
 
+def kept_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the exchange has kept, in an optimizer's state_dict; empty if there is none."""
+    found: dict[str, Any] = state["param_groups"][0].get(KEY, {})
+    return found
+
+
 def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """The optimizer's state_dicts for another number of ranks.
 
@@ -119,7 +125,7 @@ def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
     Raises CollectiveError if a rank's state is missing, and for a single rank, which trains without
     an exchange.
     """
-    found: list[dict[str, Any]] = [state["param_groups"][0].get(KEY, {}) for state in states]
+    found = [*map(kept_in, states)]
     ranks = [(one.get("rank"), one.get("size")) for one in found]
     if not states or ranks != [(rank, len(states)) for rank in range(len(states))]:
         raise CollectiveError(
