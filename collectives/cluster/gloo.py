@@ -55,13 +55,17 @@ class Across:
         """As `allreduce`, but only `root` has the result; other ranks' `x` is undefined."""
         options = c10d.ReduceOptions()
         options.rootRank = root
-        return self._combine(x, op, options, self._group.reduce)
+        return self._combine(x, op, options, self._group.reduce, root)
 
-    def _combine(self, x: Any, op: str, options: Any, call: Callable[..., Any]) -> Any:
-        if op in ("min", "max") and x.is_floating_point():
-            return _Sorted(x, op, lambda keys: self._combine(keys, op, options, call))
+    def _combine(
+        self, x: Any, op: str, options: Any, call: Callable[..., Any], root: int | None = None
+    ) -> Any:
         options.reduceOp = gloo_op(op, x)
-        return call([x], options)
+        if op not in ("min", "max") or not x.is_floating_point():
+            return call([x], options)
+        floats = _Sorted(x, op)
+        work = call([floats.keys], options)
+        return work if root not in (None, self.rank) else floats.after(work)
 
     def broadcast(self, x: Any, root: int) -> Any:
         options = c10d.BroadcastOptions()
@@ -87,24 +91,32 @@ class Across:
 
 
 class _Sorted:
-    """The least or greatest floats of all ranks, under way as integers in the same order: gloo's
-    own comparison loses a NaN. `begin` combines integers: 32-bit ones for 16-bit floats, which gloo
+    """Floats as integers in the same order, the `keys`, of which gloo finds the least or greatest:
+    its own comparison of floats loses a NaN. The keys are 32-bit ones for 16-bit floats, which gloo
     has not, and else in the memory of the floats."""
 
-    def __init__(self, x: Any, op: str, begin: Callable[[Any], Any]) -> None:
+    def __init__(self, x: Any, op: str) -> None:
         kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-        bits = x.detach().view(-1).view(kind)
-        keys = bits.int() if kind is torch.int16 else bits
+        self._bits = x.detach().view(-1).view(kind)
+        self.keys = self._bits.int() if kind is torch.int16 else self._bits
+        found: Any = self.keys.numpy()
         infinity = torch.full((1,), math.inf, dtype=x.dtype).view(kind).item()
         ends = torch.iinfo(kind)
-        self._bits, self._keys, self._mask = bits.numpy(), keys.numpy(), ends.max
+        self._mask = found.dtype.type(ends.max)
         nan = ends.min if op == "min" else ends.max
-        to_integers(self._bits, self._keys, self._mask, infinity, nan)
-        self._work = begin(keys)
+        to_integers(found, self._mask, found.dtype.type(infinity), found.dtype.type(nan))
+        self._work: Any = None
+
+    def after(self, work: Any) -> _Sorted:
+        """A handle, whose `wait` waits for `work` and turns the keys into floats again."""
+        self._work = work
+        return self
 
     def wait(self) -> None:
         self._work.wait()
-        from_integers(self._keys, self._bits, self._mask)
+        from_integers(self.keys.numpy(), self._mask)
+        if self.keys is not self._bits:
+            self._bits.copy_(self.keys)
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:

@@ -34,7 +34,8 @@ def test_integers_have_the_order_of_the_floats(dtype: torch.dtype, greatest: boo
     infinity = int(torch.tensor(float("inf"), dtype=dtype).view(KINDS[dtype]))
     nan = ends.max if greatest else ends.min
     keys = bits.int() if KINDS[dtype] is torch.int16 else bits.clone()
-    to_integers(bits.numpy(), keys.numpy(), ends.max, infinity, nan)
+    mask, infinite, unknown = (keys.numpy().dtype.type(v) for v in (ends.max, infinity, nan))
+    to_integers(keys.numpy(), mask, infinite, unknown)
 
     known = ~floats.isnan()
     assert (keys[~known] == nan).all() and (keys[known] != nan).all()
@@ -44,6 +45,6 @@ def test_integers_have_the_order_of_the_floats(dtype: torch.dtype, greatest: boo
     zeros = bits[known][order][values == 0]  # those of -0 first
     assert (zeros.sort().values == zeros).all()
 
-    back = bits.clone()
-    from_integers(keys.numpy(), back.numpy(), ends.max)
+    from_integers(keys.numpy(), mask)
+    back = keys.to(KINDS[dtype])
     assert torch.equal(back[known], bits[known]) and back.view(dtype)[~known].isnan().all()
