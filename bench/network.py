@@ -32,9 +32,12 @@ SIZES = tuple(1 << at for at in (11, 15, 19, 21, 23, 25))
 """Bytes of the messages from whose times others are predicted."""
 HEADER = (
     f"{'collective':16}{'bytes':>12}{'ms':>10}{'predicted':>10}{'error':>8}{'GB/s':>8}{'#wrong':>8}"
-    f"{'gloo ms':>10}{'x gloo':>8}"
+    f"{'gloo ms':>10}{'x gloo':>8}{'bare':>8}"
 )
-LEGEND = "gloo: all ranks by torch.distributed, by turns; x gloo: the median of the rounds' ratios"
+LEGEND = (
+    "gloo: all ranks by torch.distributed, by turns; x gloo: the median of the rounds' ratios, and "
+    "bare that with compares=False"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Row:
     wrong: int
     gloo_seconds: float
     ratio: float
+    bare: float
 
     def __str__(self) -> str:
         error, ms = self.predicted / self.seconds - 1, self.seconds * 1e3
@@ -54,7 +58,7 @@ class Row:
         return (
             f"{name:16}{self.nbytes:12}{ms:10.2f}{self.predicted * 1e3:10.2f}{error:8.0%}"
             f"{self.nbytes / self.seconds / 1e9:8.3f}{self.wrong:8}{self.gloo_seconds * 1e3:10.2f}"
-            f"{self.ratio:8.2f}"
+            f"{self.ratio:8.2f}{self.bare:8.2f}"
         )
 
 
@@ -139,13 +143,28 @@ def _measured(
         wrong[0] = 0 if want is None else int((result != want).sum())
         comm.allreduce(wrong)
         x[:] = 0
-        ours_s, theirs = _times(comm, rounds, call, by_torch(kind, x, out, count, op=op))
-        ratio = statistics.median(b / a for a, b in zip(ours_s, theirs, strict=True))
+        by_gloo = by_torch(kind, x, out, count, op=op)
+        ours_s, theirs, bare_s = _times(comm, rounds, call, by_gloo, bared(comm, call))
+        ratios = [
+            statistics.median(b / a for a, b in zip(each, theirs, strict=True))
+            for each in (ours_s, bare_s)
+        ]
         seconds, predicted = statistics.median(ours_s), known.seconds(kind, 4 * count)
         of = op if collective(kind).combines else "none"
         gloo = statistics.median(theirs)
-        rows.append(Row(kind, of, 4 * count, seconds, predicted, int(wrong[0]), gloo, ratio))
+        rows.append(Row(kind, of, 4 * count, seconds, predicted, int(wrong[0]), gloo, *ratios))
     return Figures(known, found, rows) if comm.rank == 0 else None
+
+
+def bared(comm: ClusterCommunicator, call: Callable[[], object]) -> Callable[[], object]:
+    """A call that is not compared."""
+
+    def made() -> None:
+        comm.compares = False
+        call()
+        comm.compares = True
+
+    return made
 
 
 def around(asked: Set[int]) -> Sequence[int]:

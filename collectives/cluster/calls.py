@@ -38,7 +38,7 @@ LONGER = 1.0
 and the first ranks for each other's notices once more: who knows more speaks first."""
 
 _VERBS = {"allreduce_list": "allreduce", "queued": "allreduce_queue", "alltoallv": "alltoall"}
-_ALLREDUCES = "allreduce", "allreduce_queue"
+_COMPARED_BY_WISH = {*COLLECTIVES, "allreduce_queue"}
 _AGREED = np.ones(1, np.uint8)
 
 
@@ -51,7 +51,7 @@ class ClusterCalls:
     def __init__(self, links: Connections, roll_call: RollCall | None, timeout: float) -> None:
         self.rank, self.size, self.links = links.rank, links.size, links
         self.machine, self.machines = links.machine, links.machines
-        self.compares_allreduces = True
+        self.compares = True
         self.ended, self._closed = "", False  # why no call can be made
         self._roll_call, self._asked, self._compares = roll_call, "", True
         self._one_way = 0  # calls in a row
@@ -71,7 +71,7 @@ class ClusterCalls:
     def _begin(self, asked: str) -> None:
         self.check()
         self._asked = asked
-        self._compares = self.compares_allreduces or asked not in _ALLREDUCES
+        self._compares = self.compares or asked not in _COMPARED_BY_WISH
 
     def repeat(
         self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: int,
@@ -190,7 +190,7 @@ class ClusterCalls:
         raise it."""
         outer = sys.exception()  # which the caller is handling
         try:
-            if not self._compares:
+            if not (self._compares or call.along):
                 if mine:
                     raise RuntimeError(str(mine)) from mine  # no other rank knows of it
                 return call.body()

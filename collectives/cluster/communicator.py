@@ -71,15 +71,17 @@ class ClusterCommunicator(Methods):
         self.barrier()
 
     @property
-    def compares_allreduces(self) -> bool:
-        """All ranks may set this to False before their first call, if they make the same
-        all-reduces anyway: these then save a round trip, and one that a rank refuses ends the
-        communicator."""
-        return self._calls.compares_allreduces
+    def compares(self) -> bool:
+        """Whether long calls are compared before they begin. All ranks may set this to False before
+        their first call, if they make the same calls anyway. Then a difference is seen by chance
+        only, as with gloo: it is an error, a timeout or a wrong result; and a call that a rank
+        refuses ends the communicator. Short calls, barriers and sparse all-reduces are compared
+        all the same."""
+        return self._calls.compares
 
-    @compares_allreduces.setter
-    def compares_allreduces(self, value: bool) -> None:
-        self._calls.compares_allreduces = value
+    @compares.setter
+    def compares(self, value: bool) -> None:
+        self._calls.compares = value
 
     # ---- calls ---------------------------------------------------------------------------------
     def _call(

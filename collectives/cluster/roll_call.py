@@ -26,6 +26,7 @@ GRACE = 5.0
 MOST_OPEN = 64
 """Calls in a row that go one way; then all machines compare one."""
 _TELLING = 0.2  # seconds for which a notice may wait until it is received
+_CLOSING = 1.0  # and the last one, of a machine that closes
 _AHEAD = 8  # messages under way for which nobody waits, for each other machine; of long ones fewer
 _TEXTS = 3  # earlier calls that a notice names
 _PRIME = 1_000_003
@@ -238,7 +239,7 @@ class RollCall:
             )
         if self._open and not fails:  # so that who finds a difference can name these calls
             earlier = ", ".join(self._open)
-            self._tell(Notice("close", earlier=earlier, before=self._words[-1]), _TELLING)
+            self._tell(Notice("close", earlier=earlier, before=self._words[-1]), _CLOSING)
 
     def _outcome(self, mine: Notice) -> Notice:
         notices = self._notices | {self._machine: mine}

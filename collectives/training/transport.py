@@ -149,7 +149,7 @@ class OverCommunicator:
         for _ in range(lanes - len(self._lanes)):
             lane = self._own.split()
             if isinstance(lane, ClusterCommunicator):
-                lane.compares_allreduces = False  # those of programs that have been compared
+                lane.compares = False  # those of programs that have been compared
             else:
                 lane.leave_cores()
             self._lanes.append(lane)

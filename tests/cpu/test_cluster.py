@@ -255,7 +255,7 @@ def queues(comm: ClusterCommunicator) -> None:
 
 
 def everything(comm: ClusterCommunicator, compares: bool = True) -> None:
-    comm.compares_allreduces = compares
+    comm.compares = compares
     pieces.PIECE = pieces.QUEUED = pieces._ALONE = 1 << 14  # so that the largest tensors take many
     for body in (reductions, movements, others, sparse, queues):
         body(comm)
@@ -268,7 +268,7 @@ def test_collectives(sizes: tuple[int, ...]) -> None:
     assert on_machines(sizes, everything) == [None] * sum(sizes)
 
 
-def test_allreduces_that_are_not_compared_and_ranks_dealt_to_machines_in_turn() -> None:
+def test_calls_that_are_not_compared_and_ranks_dealt_to_machines_in_turn() -> None:
     assert on_machines((2, 2), everything, False, dealt=True) == [None] * 4
 
 
@@ -577,11 +577,39 @@ def test_long_calls_that_differ_move_nothing(comm: ClusterCommunicator) -> None:
 
 
 @across((2, 2), (1, 1, 1))
+def test_which_calls_are_compared(comm: ClusterCommunicator) -> None:
+    comm.compares = False
+    roll, told = comm._calls._roll_call, []
+    if roll:
+        compare = roll.compare
+        roll.compare = lambda call, *of: told.append(call.asked) or compare(call, *of)  # type: ignore[method-assign, func-returns-value]
+    size, long = comm.size, np.ones((comm.size, 1 << 20), np.float32)
+    out = np.empty_like(long)
+    comm.allreduce(long)
+    comm.broadcast(long)
+    comm.reduce(long, root=1)
+    comm.allgather(long[0].copy(), out=out)
+    comm.reduce_scatter(long, out=out[:1])
+    comm.gather(long[0].copy(), out=out if comm.rank == 0 else None)
+    comm.scatter(long, out=out[:1])
+    comm.alltoall(long, out=out)
+    assert told == []
+    comm.allreduce(long[0, :5].copy())
+    comm.barrier()
+    words = ["allreduce(5 x float32, sum)", "barrier"]
+    assert told == (words if roll else [])
+    comm.compares = True
+    comm.allreduce(long)
+    words.append(f"allreduce({size << 20} x float32, sum)")
+    assert told == (words if roll else [])
+
+
+@across((2, 2), (1, 1, 1))
 def test_an_argument_that_is_refused_ends_allreduces_that_are_not_compared(
     comm: ClusterCommunicator,
 ) -> None:
     """Rank 2 passes an argument that is refused."""
-    comm.compares_allreduces = False
+    comm.compares = False
     said = []
     for _ in range(2):
         with pytest.raises(CollectiveError) as error:

@@ -37,26 +37,34 @@ def first_error(call: Callable[[], Any]) -> str:
     return "nothing was noticed"
 
 
-def lose(comm: ClusterCommunicator, who: int, how: str, compares: bool = True) -> str:
+def lose(
+    comm: ClusterCommunicator, who: int, how: str, compares: bool = True, kind: str = "allreduce"
+) -> str:
     """Rank `who` gets a signal, or raises; the others go on."""
-    comm.compares_allreduces = compares
-    comm.allreduce(x := np.ones(MEBI))
-    assert (x == comm.size).all()
+    comm.compares = compares
+    x = np.ones((comm.size, MEBI // comm.size))
+    call = lambda: getattr(comm, kind)(x)  # noqa: E731
+    call()
+    if kind == "allreduce":
+        assert (x == comm.size).all()
     if comm.rank == who:
         if how == "raises":
             raise ValueError("I have had enough")
         os.kill(os.getpid(), getattr(signal, how))
-    return first_error(lambda: comm.allreduce(np.ones(MEBI)))
+    return first_error(call)
 
 
 def seconds(said: str) -> float:
     return float(said.split()[0])
 
 
-@pytest.mark.parametrize("compares", [True, False])
-@pytest.mark.parametrize("who", [0, 3])
-def test_a_rank_that_dies(who: int, compares: bool) -> None:
-    found = on_machines((2, 2), lose, who, "SIGKILL", compares)
+@pytest.mark.parametrize(
+    ("who", "compares", "kind"),
+    [(0, True, "allreduce"), (3, True, "allreduce"), (0, False, "reduce_scatter"),
+     (3, False, "alltoall")],
+)  # fmt: skip
+def test_a_rank_that_dies(who: int, compares: bool, kind: str) -> None:
+    found = on_machines((2, 2), lose, who, "SIGKILL", compares, kind)
     for rank in {0, 1, 2, 3} - {who}:
         assert seconds(found[rank]) < 15 and "CollectiveAborted" in found[rank], found
         if who == 3 or rank == 1:  # its neighbour, or that one's machine, has told
@@ -180,7 +188,8 @@ def injected(comm: ClusterCommunicator, seed: int, who: int, how: str) -> str:
         comm.allreduce(x := np.full(n, comm.rank + 1.0))
         assert (x == sum(range(1, comm.size + 1))).all()
     if how != "differs":
-        return lose(comm, who, how, compares=rng.random() < 0.5)
+        kind = rng.choice(["allreduce", "reduce_scatter", "alltoall", "allgather"])
+        return lose(comm, who, how, rng.random() < 0.5, kind)
     said = first_error(lambda: comm.allreduce(np.ones(2 if comm.rank == who else 1)))
     comm.allreduce(x := np.ones(2))
     assert (x == comm.size).all()

@@ -8,6 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "howto" / "between-machines.md"
+BARE = 256 << 10  # bytes from which times without comparisons are shown
 SHAPES, RATES = ("4x2", "2x4", "8x1"), ("1gbit", "10gbit")
 PREDICTED = 1 << 20  # bytes from which predictions are shown
 HEAD = """\
@@ -27,14 +28,15 @@ more than on machines of their own; at 10 Gbit/s the cores are busy all the time
 and from 4 MiB on in 3 rounds, `-b 4M -e 64M -r 3`.
 
 A cell has the median of gloo's time over ours, by turns in the same ranks (above 1: linkweave is
-faster), and from 1 MiB how far the prediction (`ClusterMap.seconds`, from the same collective's
-times at other sizes, measured before) is off: by more than 15 % in {off} of {predicted}. Sizes are
-of the whole message, as in nccl-tests. gloo compares nothing; linkweave compares what ranks ask for
-with those that they hear from, before a result can be read. Of {cells} cells {slower} are more than
-5 % slower than gloo. A comparison costs the first rank of a machine about 1.2 ms of CPU time, where
-gloo's own all-to-all of 1 MiB costs each rank 1.6 ms, and here four ranks share a core. Most losses
-are between 256 KiB and 4 MiB. Broadcasts and all-to-alls were measured last, up to 1 MiB in 7
-rounds, on a faster computer of this kind (Linux 6.18.44-fc-v669).
+faster); from 256 KiB, after a slash, the same with `comm.compares = False`; and from 1 MiB how far
+the prediction (`ClusterMap.seconds`, from the same collective's times at other sizes, measured
+before) is off: by more than 15 % in {off} of {predicted}. Sizes are of the whole message, as in
+nccl-tests.
+
+Of {cells} cells {slower} are more than 5 % slower than gloo, and {bare} with `compares = False`.
+gloo compares nothing; linkweave compares what ranks ask for with those that they hear from, before
+a result can be read. A comparison costs the first rank of a machine about 1 ms of CPU time, where
+gloo's own all-to-all of 1 MiB costs each rank 1.3 ms, and here four ranks share a core.
 """
 
 
@@ -50,9 +52,12 @@ def size(nbytes: int) -> str:
 
 
 def cell(row: dict[str, Any]) -> str:
-    if row["nbytes"] < PREDICTED:
-        return f"{row['ratio']:.2f}"
-    return f"{row['ratio']:.2f} ({row['predicted'] / row['seconds'] - 1:+.0%})"
+    words = f"{row['ratio']:.2f}"
+    if row["nbytes"] >= BARE:
+        words += f" / {row['bare']:.2f}"
+    if row["nbytes"] >= PREDICTED:
+        words += f" ({row['predicted'] / row['seconds'] - 1:+.0%})"
+    return words
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -75,6 +80,7 @@ def page() -> str:
     lines = [HEAD.format(
         machine=first["machine"].partition(": ")[2], date=first["date"], cells=len(every),
         slower=sum(row["ratio"] < 0.95 for row in every),
+        bare=sum(row["bare" if row["nbytes"] >= BARE else "ratio"] < 0.95 for row in every),
         off=sum(abs(row["predicted"] / row["seconds"] - 1) > 0.15 for row in large),
         predicted=len(large),
     )]  # fmt: skip
