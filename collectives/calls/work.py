@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -110,13 +111,32 @@ class HostQueue(HostWork):
             self.wait()
 
 
+_ENDING: deque[threading.Thread] = deque(maxlen=64)
+
+
 def _apart(function: Callable[[Future[Any]], None], future: Future[Any]) -> None:
     """Call the function from a thread of its own."""
-    thread = threading.Thread(target=function, args=(future,), name="linkweave-callback")
+
+    def call() -> None:
+        _ENDING.append(threading.current_thread())
+        function(future)
+
     try:
-        thread.start()
+        threading.Thread(target=call, name="linkweave-callback").start()
     except RuntimeError:  # the interpreter exits
         function(future)
+
+
+@atexit.register
+def _ended() -> None:
+    """Wait until the system has ended the last of these threads: destructors of torch's variables
+    in them take the GIL, and abort the process once there is no interpreter."""
+    deadline = time.monotonic() + 1
+    for thread in _ENDING:
+        thread.join()
+        task = f"/proc/self/task/{thread.native_id}"
+        while os.path.exists(task) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
 
 
 class _Calls:

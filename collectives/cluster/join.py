@@ -244,6 +244,19 @@ def _refuse_parting() -> None:
                 "get_default(), or the functions of the package; or call shutdown() first"
             )
         return
+    refuse_being_alone()
+
+
+def refuse_being_alone() -> None:
+    """Raise CollectiveError if the environment tells of other ranks, but not all that a rank must
+    know to meet them."""
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if (rank is None) != (size is None) and size != "1":
+        told, other = ("RANK", "WORLD_SIZE")[:: -1 if rank is None else 1]
+        raise CollectiveError(
+            f"{told}={os.environ[told]} is set, but {other} is not, so this process would be "
+            f"alone: start it by torchrun, or set both; unset {told} if it is to be alone"
+        )
     for count, number in _LAUNCHERS.items():
         if os.environ.get(count, "1") != "1":
             raise CollectiveError(

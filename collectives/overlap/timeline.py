@@ -13,6 +13,7 @@ nothing is beside.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -52,8 +53,9 @@ class StepTimeline:
 
     @property
     def hidden_s(self) -> float:
-        """Of `communication_s`, what lies beside the passes."""
-        passes = _union((*self.backward, *self.forward))
+        """Of `communication_s`, what lies beside the passes, or after this step's end: the last
+        bytes may have arrived, and been used, before the rank has sent its own on."""
+        passes = _union((*self.backward, *self.forward, (self.seconds, math.inf)))
         return sum(
             max(0.0, min(b, d) - max(a, c)) for a, b in _union(self.sends) for c, d in passes
         )

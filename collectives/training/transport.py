@@ -19,7 +19,7 @@ import torch.distributed as dist
 from linkweave.collectives.calls.communicator import Communicator, get_default
 from linkweave.collectives.cluster import pieces
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
-from linkweave.collectives.cluster.join import init
+from linkweave.collectives.cluster.join import init, refuse_being_alone
 from linkweave.collectives.cluster.sparse import tree_over
 from linkweave.collectives.distributed.group import Group
 from linkweave.collectives.errors import CollectiveError
@@ -421,7 +421,8 @@ def transport_of(group: Any, device: str = "cpu") -> Transport | None:
     a single rank.
 
     None means the default communicator, or else the default group of torch.distributed, or else
-    the ranks that torchrun has started. On GPUs, a group of linkweave takes its own kernels for all
+    the ranks that torchrun has started, or else this process alone, which is an error if a launcher
+    has started several. On GPUs, a group of linkweave takes its own kernels for all
     calls if `CudaEngine` is to take all, and otherwise NCCL. Raises CollectiveError for anything
     else.
     """
@@ -431,9 +432,10 @@ def transport_of(group: Any, device: str = "cpu") -> Transport | None:
         except CollectiveError:
             if dist.is_initialized():
                 group = dist.group.WORLD
-            elif "WORLD_SIZE" in os.environ:
+            elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
                 group = init()
             else:
+                refuse_being_alone()
                 return None
     if isinstance(group, Group) and dist.get_world_size(group) > 1:
         kinds = group.communicator.allgather(

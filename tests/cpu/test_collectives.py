@@ -18,7 +18,7 @@ import torch
 from on_ranks import on_ranks
 
 from linkweave import collectives, kernels
-from linkweave.collectives import CollectiveError
+from linkweave.collectives import CollectiveError, DataParallel
 from linkweave.collectives.calls import communicator
 from linkweave.collectives.calls.communicator import Communicator, get_default
 from linkweave.collectives.calls.methods import Methods
@@ -357,6 +357,8 @@ def test_how_a_program_has_ended_is_told(last: str, words: str, where: dict[str,
         ({"RANK": "x", "WORLD_SIZE": "2"}, "must be integers"),
         ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 must be from 0 to WORLD_SIZE - 1 = 1"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
+        ({"RANK": "1"}, "RANK=1 is set, but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set, but RANK is not"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4, but .* would be alone"),
         ({"PMI_SIZE": "2"}, r"set RANK \(to \$PMI_RANK\)"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "RANK=0 WORLD_SIZE=1 if it is to be alone"),
@@ -371,6 +373,9 @@ def test_a_broken_environment(
         monkeypatch.setenv(name, value)
     with pytest.raises(CollectiveError, match=words):
         collectives.init(timeout=2)
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(CollectiveError, match=words):
+        DataParallel(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 FOREIGN = """

@@ -43,6 +43,13 @@ pytestmark = pytest.mark.usefixtures(imported.__name__)
 SGD = torch.optim.SGD
 
 
+@on_ranks(2)
+def test_it_is_not_trained_outside_data_parallel(rank: int) -> None:
+    words = ShardedEmbedding(5, 4)
+    rows = words(torch.tensor([rank]))
+    assert "gradients that nobody sends: wrap the model" in error_of(rows.sum().backward)
+
+
 # ---- arguments -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),

@@ -257,7 +257,7 @@ def of_overlap_measure(rank: int) -> None:
     assert model.schedule is schedule
     told = model.metrics()
     parts = told["compute_s"] + told["exposed_s"] + told["other_s"]
-    assert parts == pytest.approx(told["step_s"])
+    assert parts == pytest.approx(told["step_s"]) and told["other_s"] >= 0
     assert 0 <= told["hidden_s"] <= told["communication_s"] <= told["step_s"]
     assert told["communication_s"] - told["hidden_s"] == pytest.approx(told["exposed_s"])
     assert told["nbytes"] == schedule.profile.nbytes

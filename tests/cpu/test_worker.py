@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from queue import SimpleQueue
 
 import pytest
 
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.calls.work import Worker
+from linkweave.collectives.calls.work import Worker, _ended
 
 LAST = """
 import atexit
@@ -63,6 +65,22 @@ def test_calls_under_way_are_finished_before_the_interpreter_exits() -> None:
     code = f"from linkweave.collectives.calls.work import Worker; worker = Worker(); {words}"
     words = [sys.executable, "-c", code]
     assert subprocess.run(words, capture_output=True, text=True, timeout=280).stdout == "done\n"
+
+
+def test_threads_of_callbacks_are_gone_before_the_interpreter_ends() -> None:
+    """Also for the system, which still runs their destructors when Python has forgotten them."""
+    worker, begun, told = Worker(), threading.Event(), SimpleQueue[int]()
+
+    def callback(_: object) -> None:
+        told.put(threading.get_native_id())
+        time.sleep(0.2)
+
+    worker.submit(True, begun.wait).add_done_callback(callback)
+    begun.set()
+    task = f"/proc/self/task/{told.get()}"
+    _ended()
+    assert not os.path.exists(task)
+    worker.close(0)
 
 
 def test_threads_that_wait_carry_out_calls_in_order() -> None:

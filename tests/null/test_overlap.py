@@ -23,6 +23,7 @@ from linkweave.collectives.overlap.policies.mg_wfbp import mg_wfbp
 from linkweave.collectives.overlap.policies.optimal import EXACT, _by_two_phases, every_fusion
 from linkweave.collectives.overlap.policies.us_byte import First, first_phase, iteration, priorities
 from linkweave.collectives.overlap.schedule import jackson
+from linkweave.collectives.overlap.timeline import StepTimeline
 
 CASES = 500
 
@@ -294,6 +295,13 @@ def test_where_mg_wfbps_rule_collapses_auto_is_at_least_a_fifth_faster(
 
 
 # ---- the timeline --------------------------------------------------------------------------------
+def test_what_is_sent_on_after_the_step_is_hidden() -> None:
+    """The last bytes were used by a forward pass that has ended before this rank sent its own."""
+    line = StepTimeline(8.0, 3.0, ((1.0, 9.0),), ((0.0, 2.0),), ((5.0, 8.0),))
+    assert line.communication_s == 8 and line.hidden_s == 1 + 3 + 1
+    assert line.communication_s - line.hidden_s == line.exposed_s
+
+
 def test_two_at_once_take_turns_at_gammas_pace() -> None:
     profile = Profile((Layer("a", 1000, 0.0, 0.0), Layer("b", 1000, 0.0, 1.0)))
     network = Network(1.0, 1e-3, 1.5, 8)

@@ -176,6 +176,12 @@ class RowSchedule:
                 "an embedding got gradients of a call from before the last step or zero_grad, "
                 "which would be lost: call the model again"
             )
+        if self.on_gradient is nothing:
+            self.fail(
+                "a ShardedEmbedding has got gradients that nobody sends: wrap the model that holds "
+                "it, and its optimizer, in linkweave.DataParallel (which takes the place of "
+                "DistributedDataParallel)"
+            )
         self.on_gradient()
 
     def end_backward(self) -> None:
