@@ -144,7 +144,7 @@ def _measured(
         comm.allreduce(wrong)
         x[:] = 0
         by_gloo = by_torch(kind, x, out, count, op=op)
-        ours_s, theirs, bare_s = _times(comm, rounds, call, by_gloo, bared(comm, call))
+        ours_s, theirs, bare_s = _times(comm, rounds, call, by_gloo, uncompared(comm, call))
         ratios = [
             statistics.median(b / a for a, b in zip(each, theirs, strict=True))
             for each in (ours_s, bare_s)
@@ -156,8 +156,8 @@ def _measured(
     return Figures(known, found, rows) if comm.rank == 0 else None
 
 
-def bared(comm: ClusterCommunicator, call: Callable[[], object]) -> Callable[[], object]:
-    """A call that is not compared."""
+def uncompared(comm: ClusterCommunicator, call: Callable[[], object]) -> Callable[[], object]:
+    """The call with compares=False."""
 
     def made() -> None:
         comm.compares = False

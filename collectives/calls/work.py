@@ -111,18 +111,15 @@ class HostQueue(HostWork):
             self.wait()
 
 
-_ENDING: deque[threading.Thread] = deque(maxlen=64)
+_CALLBACKS: deque[threading.Thread] = deque(maxlen=64)
 
 
 def _apart(function: Callable[[Future[Any]], None], future: Future[Any]) -> None:
     """Call the function from a thread of its own."""
-
-    def call() -> None:
-        _ENDING.append(threading.current_thread())
-        function(future)
-
+    thread = threading.Thread(target=function, args=(future,), name="linkweave-callback")
+    _CALLBACKS.append(thread)
     try:
-        threading.Thread(target=call, name="linkweave-callback").start()
+        thread.start()
     except RuntimeError:  # the interpreter exits
         function(future)
 
@@ -131,10 +128,9 @@ def _apart(function: Callable[[Future[Any]], None], future: Future[Any]) -> None
 def _ended() -> None:
     """Wait until the system has ended the last of these threads: destructors of torch's variables
     in them take the GIL, and abort the process once there is no interpreter."""
-    deadline = time.monotonic() + 1
-    for thread in _ENDING:
+    for thread in [t for t in _CALLBACKS if t.ident is not None]:
         thread.join()
-        task = f"/proc/self/task/{thread.native_id}"
+        task, deadline = f"/proc/self/task/{thread.native_id}", time.monotonic() + 1
         while os.path.exists(task) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
 
@@ -163,6 +159,11 @@ class _Calls:
         finally:
             if self._waiting:  # the worker's thread may have come while this one had the turn
                 self._woken.put(True)
+
+    def wait_for_turn(self) -> None:
+        """Wait until whoever has carried out a call has also told its callbacks."""
+        with self._turn:
+            pass
 
     def work(self) -> None:
         """Carry out calls until `end`, in the worker's thread."""
@@ -199,7 +200,7 @@ class _Calls:
 def _drained(worker: weakref.ref[Worker]) -> None:
     found = worker()
     if found and found._thread and found._thread.is_alive():  # not so in a forked process
-        found.drain()
+        found.drain_callbacks()
 
 
 class Worker:
@@ -227,6 +228,11 @@ class Worker:
         if self._last is not None:
             self._calls.help(self._last)
             self._last.exception()
+
+    def drain_callbacks(self) -> None:
+        """Wait until all calls have finished and the threads of their callbacks have started."""
+        self.drain()
+        self._calls.wait_for_turn()
 
     def enqueue(self, body: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -38,7 +38,7 @@ LONGER = 1.0
 and the first ranks for each other's notices once more: who knows more speaks first."""
 
 _VERBS = {"allreduce_list": "allreduce", "queued": "allreduce_queue", "alltoallv": "alltoall"}
-_COMPARED_BY_WISH = {*COLLECTIVES, "allreduce_queue"}
+_MAY_GO_UNCOMPARED = {*COLLECTIVES, "allreduce_queue"}
 _AGREED = np.ones(1, np.uint8)
 
 
@@ -71,7 +71,7 @@ class ClusterCalls:
     def _begin(self, asked: str) -> None:
         self.check()
         self._asked = asked
-        self._compares = self.compares or asked not in _COMPARED_BY_WISH
+        self._compares = self.compares or asked not in _MAY_GO_UNCOMPARED
 
     def repeat(
         self, kind: str, address: int, nbytes: int, dtype: str, op: str, root: int,

@@ -72,11 +72,12 @@ class ClusterCommunicator(Methods):
 
     @property
     def compares(self) -> bool:
-        """Whether long calls are compared before they begin. All ranks may set this to False before
-        their first call, if they make the same calls anyway. Then a difference is seen by chance
-        only, as with gloo: it is an error, a timeout or a wrong result; and a call that a rank
-        refuses ends the communicator. Short calls, barriers and sparse all-reduces are compared
-        all the same."""
+        """Whether calls are compared before they begin. All ranks may set this to False, at the
+        same place between two calls, if they make the same calls anyway. Then a difference is seen
+        by chance only, as with gloo: it is an error, a timeout, a wrong result, or gloo aborts the
+        process; and a call that a rank refuses ends the communicator. Barriers, sparse all-reduces
+        and calls that go along with their comparison (most short ones) are compared all the same.
+        """
         return self._calls.compares
 
     @compares.setter

@@ -35,9 +35,9 @@ def init(
 
     The ranks are those of torch.distributed, if it is initialised; or else those of torchrun
     (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), if it has started this process; or else this
-    process alone, which is an error if an MPI launcher or srun has started several. Ranks on
-    several machines get a `ClusterCommunicator`, which takes CPU tensors. A rank uses the GPU of
-    the first GPU tensor that it passes to a collective.
+    process alone, which is an error if an MPI launcher or srun has started several, or if only one
+    of RANK and WORLD_SIZE is set. Ranks on several machines get a `ClusterCommunicator`, which
+    takes CPU tensors. A rank uses the GPU of the first GPU tensor that it passes to a collective.
 
     The arguments are those of `Settings`, and the same on all ranks.
 
@@ -250,20 +250,21 @@ def _refuse_parting() -> None:
 def refuse_being_alone() -> None:
     """Raise CollectiveError if the environment tells of other ranks, but not all that a rank must
     know to meet them."""
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if (rank is None) != (size is None) and size != "1":
-        told, other = ("RANK", "WORLD_SIZE")[:: -1 if rank is None else 1]
-        raise CollectiveError(
-            f"{told}={os.environ[told]} is set, but {other} is not, so this process would be "
-            f"alone: start it by torchrun, or set both; unset {told} if it is to be alone"
-        )
     for count, number in _LAUNCHERS.items():
         if os.environ.get(count, "1") != "1":
             raise CollectiveError(
                 f"this process is one of {count}={os.environ[count]}, but RANK and WORLD_SIZE are "
-                f"not set, so it would be alone: start it by torchrun, or set RANK (to ${number}), "
-                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT; RANK=0 WORLD_SIZE=1 if it is to be alone"
+                f"not both set, so it would be alone: start it by torchrun, or set RANK (to "
+                f"${number}), WORLD_SIZE, MASTER_ADDR and MASTER_PORT; RANK=0 WORLD_SIZE=1 if it "
+                "is to be alone"
             )
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if bool(rank) != bool(size) and size != "1":
+        told, other = ("RANK", "WORLD_SIZE")[:: 1 if rank else -1]
+        raise CollectiveError(
+            f"{told}={os.environ[told]} is set, but {other} is not, so this process would be "
+            "alone: start it by torchrun, or set both; RANK=0 WORLD_SIZE=1 if it is to be alone"
+        )
 
 
 def _job(timeout: float) -> Job:

@@ -13,7 +13,6 @@ nothing is beside.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -48,14 +47,14 @@ class StepTimeline:
 
     @property
     def communication_s(self) -> float:
-        """In which something is on its way."""
-        return sum(end - start for start, end in _union(self.sends))
+        """In which something is on its way, until this step ends: its last bytes may have been used
+        before the rank has sent its own on, beside the next step."""
+        return sum(max(0.0, min(b, self.seconds) - a) for a, b in _union(self.sends))
 
     @property
     def hidden_s(self) -> float:
-        """Of `communication_s`, what lies beside the passes, or after this step's end: the last
-        bytes may have arrived, and been used, before the rank has sent its own on."""
-        passes = _union((*self.backward, *self.forward, (self.seconds, math.inf)))
+        """Of `communication_s`, what lies beside the passes."""
+        passes = _union((*self.backward, *self.forward))
         return sum(
             max(0.0, min(b, d) - max(a, c)) for a, b in _union(self.sends) for c, d in passes
         )

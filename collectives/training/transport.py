@@ -148,32 +148,38 @@ class OverCommunicator:
     def open(self, lanes: int) -> None:
         for _ in range(lanes - len(self._lanes)):
             lane = self._own.split()
-            if isinstance(lane, ClusterCommunicator):
-                lane.compares = False  # those of programs that have been compared
-            else:
+            if not isinstance(lane, ClusterCommunicator):
                 lane.leave_cores()
             self._lanes.append(lane)
 
+    def _lane(self, lane: int, compares: bool = False) -> Any:
+        """A lane; of the calls on it those need not be compared that are of a program, which all
+        ranks have compared."""
+        found = self._lanes[lane]
+        if isinstance(found, ClusterCommunicator):
+            found.compares = compares
+        return found
+
     def average(self, lane: int, x: torch.Tensor) -> None:
-        self._lanes[lane].allreduce(x, "avg")
+        self._lane(lane).allreduce(x, "avg")
 
     def scatter(self, lane: int, x: torch.Tensor) -> None:
         whole, mine, rest = share_of(x, self.rank, self.size)
         if mine.numel():
-            mine.copy_(self._lanes[lane].reduce_scatter(whole, "avg"))
+            mine.copy_(self._lane(lane).reduce_scatter(whole, "avg"))
         if rest.numel():
-            self._lanes[lane].allreduce(rest, "avg")
+            self._lane(lane).allreduce(rest, "avg")
 
     def gather(self, lane: int, x: torch.Tensor) -> None:
         whole, mine, _ = share_of(x, self.rank, self.size)
         if mine.numel():
-            self._lanes[lane].allgather(mine.clone(), out=whole.view(self.size, -1))
+            self._lane(lane).allgather(mine.clone(), out=whole.view(self.size, -1))
 
     def streams(self, device: torch.device) -> bool:
         return True
 
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
-        queue: Queue = self._lanes[lane].allreduce_queue(x, sizes, "avg")
+        queue: Queue = self._lane(lane).allreduce_queue(x, sizes, "avg")
         return queue
 
     def tree(self, x: torch.Tensor) -> Tree:
@@ -187,7 +193,7 @@ class OverCommunicator:
         return got
 
     def allgather(self, lane: int, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._lanes[lane].allgather(x)
+        found: torch.Tensor = self._lane(lane, compares=True).allgather(x)
         return found
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
@@ -203,7 +209,7 @@ class OverCommunicator:
         return found
 
     def broadcast(self, x: torch.Tensor, source: int = 0, lane: int | None = None) -> None:
-        (self._own if lane is None else self._lanes[lane]).broadcast(x, source)
+        (self._own if lane is None else self._lane(lane, compares=True)).broadcast(x, source)
 
     def total(self, x: torch.Tensor) -> None:
         self._own.allreduce(x)

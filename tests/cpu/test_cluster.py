@@ -593,6 +593,7 @@ def test_which_calls_are_compared(comm: ClusterCommunicator) -> None:
     comm.gather(long[0].copy(), out=out if comm.rank == 0 else None)
     comm.scatter(long, out=out[:1])
     comm.alltoall(long, out=out)
+    comm.allreduce_queue(long[0, :5].copy(), [5]).wait()  # never goes along
     assert told == []
     comm.allreduce(long[0, :5].copy())
     comm.barrier()
@@ -604,16 +605,18 @@ def test_which_calls_are_compared(comm: ClusterCommunicator) -> None:
     assert told == (words if roll else [])
 
 
+@pytest.mark.parametrize("kind", ["allreduce", "allgather", "reduce_scatter", "alltoall"])
+@pytest.mark.parametrize("n", [20, 1 << 18])  # the long ones have begun on other ranks
 @across((2, 2), (1, 1, 1))
-def test_an_argument_that_is_refused_ends_allreduces_that_are_not_compared(
-    comm: ClusterCommunicator,
+def test_an_argument_that_is_refused_ends_calls_that_are_not_compared(
+    comm: ClusterCommunicator, kind: str, n: int
 ) -> None:
     """Rank 2 passes an argument that is refused."""
     comm.compares = False
     said = []
     for _ in range(2):
         with pytest.raises(CollectiveError) as error:
-            comm.allreduce(np.ones(30_000) if comm.rank != 2 else "x")
+            getattr(comm, kind)(np.ones((comm.size, n)) if comm.rank != 2 else "x")
         said.append(f"{type(error.value).__name__}: {error.value}")
     first, second = said
     assert first.startswith("CollectiveAborted") and "not builtins.str" in first

@@ -60,8 +60,8 @@ def seconds(said: str) -> float:
 
 @pytest.mark.parametrize(
     ("who", "compares", "kind"),
-    [(0, True, "allreduce"), (3, True, "allreduce"), (0, False, "reduce_scatter"),
-     (3, False, "alltoall")],
+    [(0, True, "allreduce"), (3, True, "allreduce"), (0, False, "allreduce"),
+     (3, False, "allreduce"), (0, False, "reduce_scatter"), (3, False, "alltoall")],
 )  # fmt: skip
 def test_a_rank_that_dies(who: int, compares: bool, kind: str) -> None:
     found = on_machines((2, 2), lose, who, "SIGKILL", compares, kind)

@@ -28,7 +28,7 @@ from weakref import ref
 import torch
 from torch.nn import functional
 
-from linkweave.collectives.errors import CollectiveAborted
+from linkweave.collectives.errors import CollectiveAborted, CollectiveError
 from linkweave.collectives.training.embedding.exchange import (
     NONE,
     OUTSIDE,
@@ -177,7 +177,7 @@ class RowSchedule:
                 "which would be lost: call the model again"
             )
         if self.on_gradient is nothing:
-            self.fail(
+            raise CollectiveError(
                 "a ShardedEmbedding has got gradients that nobody sends: wrap the model that holds "
                 "it, and its optimizer, in linkweave.DataParallel (which takes the place of "
                 "DistributedDataParallel)"
