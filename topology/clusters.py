@@ -77,6 +77,12 @@ def cluster(
     if assumed and nodes > 1 and not any(k.kind == "network" for k in machine.links):
         why = f", as a {machine.name} is sold" if sold else ""
         assumptions += (f"NICs of {nic / speeds.GB:g} GB/s{why}: nic= tells others",)
+    if (
+        not assumed
+        and nodes > 1
+        and any(isinstance(k.src, int) and k.dst == ports[0][0] for k in inner)
+    ):
+        assumptions += ("GPUs' PCIe ports as fast as the NICs",)
     index = {g: i for i, g in enumerate(machine.gpus)}
     links: list[Link] = []
     for i in range(nodes):

@@ -111,6 +111,8 @@ def what_if(
         print(json.dumps({"size": nbytes, "before": told[0], "after": told[1]}))
     else:
         print(text(pair[0], pair[1], nbytes))
+        if nics and not (remove or add) and pair[0].bound == pair[1].bound:
+            print("note: NICs on a GPU share its port, which is as fast as one of them")
     among = None if to else edited(before, (), *edits[1:])  # with all links of both
     if png:
         with options.console.status("drawing"):

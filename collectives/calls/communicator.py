@@ -123,8 +123,8 @@ class Communicator(Methods):
         op, algorithm, rounding: as in `allreduce`. Of algorithms with nearly the same predicted
             time, "auto" takes the one whose first chunk is final first.
 
-        Returns a `GradientQueue`: `dequeue` waits for one layer, `wait` for all of them.
-        Raises as `allreduce` does.
+        Returns a `GradientQueue`: `dequeue` waits for one layer, `wait` for all of them; on the CPU
+        these raise what `allreduce` raises, also for arguments.
         Source: C-Cube, section III-D.
         """
         if gpu_of(x) is not None:

@@ -333,8 +333,10 @@ class Group(_Base):  # type: ignore[misc]
     def _op(self, kind: str, op: Any, message: Tensors, others: Sequence[Any] = ()) -> str:
         """The communicator's name of an op; empty if it does not take these tensors, as
         `_supported`."""
-        name = _OPS.get(hash(op), "")
-        if name not in _OPS_OF.get(message[0].dtype, ()):
+        name, dtype = _OPS.get(hash(op), ""), message[0].dtype
+        if name == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"{kind}: avg is not defined for {dtype}")
+        if name not in _OPS_OF.get(dtype, ()):
             return ""
         return name if self._supported(kind, message, others) else ""
 
@@ -440,9 +442,11 @@ def _whole(output: Any) -> tuple[Any, Callable[[], None] | None]:
 
 
 def _rows(output: Any, rows: int) -> tuple[Any, Callable[[], None] | None]:
-    """`_whole` with so many rows."""
+    """`_whole` with so many rows; flat if it has none, which the communicator refuses."""
     whole, finish = _whole(output)
-    return whole.view(rows, -1) if output.numel() else whole.view(rows, 0), finish
+    if whole.numel() % rows:
+        return whole.view(-1), finish
+    return whole.view(rows, whole.numel() // rows), finish
 
 
 def _spread(parts: Any, outputs: Tensors) -> None:

@@ -149,7 +149,12 @@ def _from_json(data: Any, where: str) -> tuple[str, int, list[Row]]:
         devices = config.get("devices") or ()
         return NAMES[program[1]] if program else "", each * len(devices), rows
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CollectiveError(f"{where}: no JSON of nccl-tests: {error!r}") from None
+        why = repr(error)
+        if isinstance(data, dict) and isinstance(data.get("format"), str):
+            why = f"its format is {shown(data['format'])}"
+        elif isinstance(error, KeyError):
+            why = f"it lacks {error}"
+        raise CollectiveError(f"{where} is no JSON of nccl-tests: {why}") from None
 
 
 _FACTORS = {"allreduce": 2, "allgather": 1, "reduce_scatter": 1, "alltoall": 1}

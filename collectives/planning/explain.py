@@ -101,9 +101,9 @@ class Explanation:
                 f"  {ends}{' (measured)' * r.measured}"
             )
         lines += [
-            "sharing: the most connections that take turns on a link; busiest link: share of the "
-            "time in",
-            "which it carries bytes; (measured): at this size, or between two that were measured",
+            "sharing: the most connections that take turns on a link, or on all links to a switch;",
+            "busiest link: share of the time in which it carries bytes; (measured): at this size,",
+            "or between two that were measured",
             *(
                 line
                 for name, why in self.refused

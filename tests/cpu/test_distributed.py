@@ -214,6 +214,16 @@ def test_an_all_gather_of_unequal_tensors(rank: int) -> None:
     assert [x.flatten().tolist() for x in every] == [[1.0] * 3, [2.0] * 4, [3.0]]
 
 
+@in_group(2)
+def test_a_wrong_size_on_one_rank_is_told_to_all(rank: int) -> None:
+    with pytest.raises(CollectiveError):
+        dist.all_to_all_single(torch.empty(2 + (rank == 0)), torch.empty(2))
+    with pytest.raises(ValueError, match=r"allreduce: avg is not defined for torch\.int32"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
+    dist.all_reduce(x := torch.ones(1))
+    assert x == 2
+
+
 def test_wrong_lists_of_a_root_keep_nobody_waiting() -> None:
     root, other = run(2, wrong_lists)
     assert root[0] == "ValueError: gather: 1 tensors for 2 ranks"

@@ -275,6 +275,19 @@ def test_never_comes(tmp_path: Path, impatient: None) -> None:
         assert took > 0.9 or kind == "CollectiveAborted"
 
 
+def comes_late(rank: int) -> str:
+    hurry(get_default(), 0.5)
+    if rank == 1:
+        time.sleep(1.5)
+    with pytest.raises(CollectiveError) as error:
+        collectives.barrier()
+    return str(error.value)
+
+
+def test_a_rank_that_comes_late_to_a_barrier_learns_that_others_have_left() -> None:
+    assert "gave up waiting for rank 1; rank 1 cannot go on" in collectives.spawn(comes_late, 3)[1]
+
+
 class Odd(Exception):
     def __init__(self, a: int, b: int) -> None:  # pickles, but cannot be rebuilt
         super().__init__(f"odd {a} {b}")

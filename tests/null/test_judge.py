@@ -142,6 +142,8 @@ UNFIT = [
     (new(V100).replace(" time ", " cputime "), "dgx1-v100", r"times of the CPU \(-C\)"),
     (written(V100).replace("time", "cpu_time"), "dgx1-v100", r"times of the CPU \(-C\)"),
     (old(V100).rsplit(" ", 6)[0], "dgx1-v100", "was the text cut short"),
+    ('{"a": 1}', "dgx1-v100", "no JSON of nccl-tests: it lacks 'results'"),
+    ('{"format": "linkweave-plan"}', "dgx1-v100", "nccl-tests: its format is 'linkweave-plan'"),
 ]  # fmt: skip
 
 

@@ -262,6 +262,8 @@ class CpuExecutor:
         while True:
             status = control.interruptible(kernel.call, frame)
             if status == counters.DONE:
+                if not ready.staged.nbytes and control.aborted():  # a barrier waits for no data
+                    control.raise_aborted()
                 return True
             if status == kernel.DIFFERS:
                 return False
