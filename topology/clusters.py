@@ -74,15 +74,12 @@ def cluster(
         raise TopologyError("oversubscription is of the leaves' uplinks: give leaf as well")
     inner, ports = _node(machine, nics, nic, latency_us)
     assumptions = machine.assumptions
-    if assumed and nodes > 1 and not any(k.kind == "network" for k in machine.links):
+    if nodes > 1 and not any(k.kind == "network" for k in machine.links):
         why = f", as a {machine.name} is sold" if sold else ""
-        assumptions += (f"NICs of {nic / speeds.GB:g} GB/s{why}: nic= tells others",)
-    if (
-        not assumed
-        and nodes > 1
-        and any(isinstance(k.src, int) and k.dst == ports[0][0] for k in inner)
-    ):
-        assumptions += ("GPUs' PCIe ports as fast as the NICs",)
+        if assumed:
+            assumptions += (f"NICs of {nic / speeds.GB:g} GB/s{why}: nic= tells others",)
+        elif any(isinstance(k.src, int) and k.dst in dict(ports) for k in inner):
+            assumptions += ("GPUs' PCIe ports as fast as the NICs",)
     index = {g: i for i, g in enumerate(machine.gpus)}
     links: list[Link] = []
     for i in range(nodes):

@@ -111,7 +111,7 @@ def what_if(
         print(json.dumps({"size": nbytes, "before": told[0], "after": told[1]}))
     else:
         print(text(pair[0], pair[1], nbytes))
-        if nics and not (remove or add) and pair[0].bound == pair[1].bound:
+        if nics and pair[0].bound == pair[1].bound and on_gpus(before):
             print("note: NICs on a GPU share its port, which is as fast as one of them")
     among = None if to else edited(before, (), *edits[1:])  # with all links of both
     if png:
@@ -131,6 +131,12 @@ def what_if(
         )  # fmt: skip
         write(page, f"{before.name}: what if", change, views,
               charts)  # fmt: skip
+
+
+def on_gpus(machine: Topology) -> bool:
+    """Whether NICs are on GPUs."""
+    nics = {link.src for link in machine.links if link.kind == "network"}
+    return any(isinstance(link.src, int) and link.dst in nics for link in machine.links)
 
 
 def edited(machine: Topology, remove: Iterable[str], add: Iterable[str], nics: int) -> Topology:

@@ -177,11 +177,12 @@ class Methods:
             return self._call(again, async_op, x, operations.divided, "alltoall", x, "sum", out)
         return self._call(again, async_op, x, operations.alltoallv, x, out, in_splits, out_splits)
 
-    def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`."""
-        if self._worker.idle and self._calls.repeat("barrier", 0, 0, NOTHING.dtype, "sum", 0):
-            return
-        self._submit(False, None, lambda calls: calls.make(Request("barrier", NOTHING)))
+    def barrier(self, *, async_op: bool = False) -> Any:
+        """Wait until all ranks have called `barrier`; with `async_op` return a handle for that."""
+        known = "barrier", 0, 0, NOTHING.dtype, "sum", 0
+        if not async_op and self._worker.idle and self._calls.repeat(*known):
+            return None
+        return self._submit(async_op, None, lambda calls: calls.make(Request("barrier", NOTHING)))
 
     def _whole(
         self, kind: str, x: Any, out: Any, op: str, root: int, how: How = "auto"

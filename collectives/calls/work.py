@@ -124,12 +124,19 @@ def _apart(function: Callable[[Future[Any]], None], future: Future[Any]) -> None
         function(future)
 
 
+def _joined() -> list[threading.Thread]:
+    """The last threads of callbacks, which have ended."""
+    found = [thread for thread in list(_CALLBACKS) if thread.ident is not None]
+    for thread in found:
+        thread.join()
+    return found
+
+
 @atexit.register
 def _ended() -> None:
     """Wait until the system has ended the last of these threads: destructors of torch's variables
     in them take the GIL, and abort the process once there is no interpreter."""
-    for thread in [t for t in _CALLBACKS if t.ident is not None]:
-        thread.join()
+    for thread in _joined():
         task, deadline = f"/proc/self/task/{thread.native_id}", time.monotonic() + 1
         while os.path.exists(task) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
@@ -200,7 +207,11 @@ class _Calls:
 def _drained(worker: weakref.ref[Worker]) -> None:
     found = worker()
     if found and found._thread and found._thread.is_alive():  # not so in a forked process
-        found.drain_callbacks()
+        last = None
+        while last is not found._last:  # a callback may make another call
+            last = found._last
+            found.drain_callbacks()
+            _joined()
 
 
 class Worker:

@@ -82,6 +82,7 @@ class ClusterCommunicator(Methods):
 
     @compares.setter
     def compares(self, value: bool) -> None:
+        self._worker.drain()  # calls under way are those of before
         self._calls.compares = value
 
     # ---- calls ---------------------------------------------------------------------------------

@@ -275,7 +275,7 @@ def _job(timeout: float) -> Job:
         store = dist.distributed_c10d._get_default_store()
         return Job(dist.get_rank(), dist.get_world_size(), store, key)
     env = os.environ
-    if "RANK" not in env or "WORLD_SIZE" not in env:
+    if not (env.get("RANK") and env.get("WORLD_SIZE")):
         _refuse_parting()
         return Job(0, 1, None, key)
     try:

@@ -31,8 +31,7 @@ log = logging.getLogger("linkweave")
 
 Tensors = list[Any]
 _NO_RANGE = nullcontext()
-_METHODS = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall",
-            "barrier": "allreduce"}  # fmt: skip
+_METHODS = {"all_reduce": "allreduce", "all_gather": "allgather", "all_to_all": "alltoall"}
 """The communicator's methods, where torch's verbs have other names."""
 _OPS = {hash(each): name for name, each in OPS.items()}
 """By the number that torch's ReduceOp has as its hash: to look one up by itself takes 2 us."""
@@ -220,7 +219,7 @@ class Group(_Base):  # type: ignore[misc]
             return self._delegate("alltoall_base", given, output, given, *splits, opts)
         if not uneven:
             rows, finish = _rows(output, self.size())
-            blocks = given.reshape(self.size(), -1)
+            blocks, _ = _rows(given.contiguous(), self.size())
             return self._run(opts, "all_to_all", [output], finish, blocks, rows)
         rows, finish = _whole(output)
         each = (
@@ -273,7 +272,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Any:
         opts = opts or c10d.BarrierOptions()
-        return self._run(opts, "barrier", [], None, torch.zeros(1, dtype=torch.uint8), "max")
+        return self._run(opts, "barrier", [], None)
 
     # ---- several at once ---------------------------------------------------------------------
     def all_gather_single_coalesced(
@@ -334,7 +333,11 @@ class Group(_Base):  # type: ignore[misc]
         """The communicator's name of an op; empty if it does not take these tensors, as
         `_supported`."""
         name, dtype = _OPS.get(hash(op), ""), message[0].dtype
-        if name == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        if (
+            name == "avg"
+            and message[0].is_cpu
+            and not (dtype.is_floating_point or dtype.is_complex)
+        ):
             raise ValueError(f"{kind}: avg is not defined for {dtype}")
         if name not in _OPS_OF.get(dtype, ()):
             return ""

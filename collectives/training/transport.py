@@ -438,7 +438,7 @@ def transport_of(group: Any, device: str = "cpu") -> Transport | None:
         except CollectiveError:
             if dist.is_initialized():
                 group = dist.group.WORLD
-            elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            elif os.environ.get("RANK") and os.environ.get("WORLD_SIZE"):
                 group = init()
             else:
                 refuse_being_alone()

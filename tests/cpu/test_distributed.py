@@ -30,6 +30,7 @@ import linkweave
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.distributed.group import GroupWork
 from linkweave.torch_backend import register
+from tests.cpu.helpers import hurry
 
 ROOT = Path(__file__).parents[2]
 
@@ -218,10 +219,22 @@ def test_an_all_gather_of_unequal_tensors(rank: int) -> None:
 def test_a_wrong_size_on_one_rank_is_told_to_all(rank: int) -> None:
     with pytest.raises(CollectiveError):
         dist.all_to_all_single(torch.empty(2 + (rank == 0)), torch.empty(2))
+    with pytest.raises(CollectiveError):
+        dist.all_to_all_single(torch.empty(2), torch.empty(2 + (rank == 1)))
     with pytest.raises(ValueError, match=r"allreduce: avg is not defined for torch\.int32"):
         dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
     dist.all_reduce(x := torch.ones(1))
     assert x == 2
+
+
+@in_group(3)
+def test_a_rank_that_comes_late_to_a_barrier_learns_that_others_have_left(rank: int) -> None:
+    group: Any = dist.group.WORLD
+    hurry(group.communicator, 0.5)
+    while rank == 1 and not group.communicator.calls.control.aborted():
+        time.sleep(0.01)
+    with pytest.raises(CollectiveError):
+        dist.barrier()
 
 
 def test_wrong_lists_of_a_root_keep_nobody_waiting() -> None:

@@ -38,7 +38,7 @@ class ShardedEmbedding(nn.Module):
     batches of `prefetch`, the rows that the next batch needs are sent and updated first, and
     fetched before its forward pass; the others are sent beside it. Rows are updated alike, bit for
     bit, with `prefetch` and without, unless a norm that clips them is rounded otherwise. Outside
-    `DataParallel` a backward pass on several ranks raises CollectiveError.
+    `DataParallel` a backward pass raises CollectiveError, on a rank that is not alone.
 
     `weight` is this rank's part of the table, [num_embeddings, its columns]. `state_dict` has the
     whole one, and takes that of `torch.nn.Embedding`; all ranks must call it. All ranks must make
