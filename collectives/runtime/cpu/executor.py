@@ -231,6 +231,8 @@ class CpuExecutor:
         """
         control, region, state = self.control, ready.region, ready.state
         encoded = region.encoded
+        if not ready.staged.nbytes and control.aborted():  # else a barrier would end: all have come
+            control.raise_aborted()
         control.number += 1
         if control.number >= self._look_at:
             self._look_at = control.number + _CALLS
@@ -262,8 +264,6 @@ class CpuExecutor:
         while True:
             status = control.interruptible(kernel.call, frame)
             if status == counters.DONE:
-                if not ready.staged.nbytes and control.aborted():  # a barrier waits for no data
-                    control.raise_aborted()
                 return True
             if status == kernel.DIFFERS:
                 return False
