@@ -95,14 +95,7 @@ def with_nics(topology: Topology, more: int) -> Topology:
     """
     if more < 1:
         raise TopologyError(f"the number of NICs to add must be at least 1, not {more}")
-    nics = {
-        end
-        for link in topology.links
-        if link.kind == "network"
-        for end in (link.src, link.dst)
-        if str(end).startswith("node")
-    }
-    if not nics:
+    if not (nics := _nics(topology)):
         raise TopologyError(f"{topology.name} is one machine: NICs join the nodes of a cluster")
     gpus = {*topology.gpus}
     links = [
@@ -112,6 +105,22 @@ def with_nics(topology: Topology, more: int) -> Topology:
         for link in topology.links
     ]
     return _named(topology, links, f"with {counted(more, 'more NIC')} beside each")
+
+
+def nics_on_gpus(topology: Topology) -> bool:
+    """Whether there are NICs on GPUs' ports, which `with_nics` leaves as they are."""
+    nics = _nics(topology)
+    return any(link.dst in nics and isinstance(link.src, int) for link in topology.links)
+
+
+def _nics(topology: Topology) -> set[Vertex]:
+    return {
+        end
+        for link in topology.links
+        if link.kind == "network"
+        for end in (link.src, link.dst)
+        if str(end).startswith("node")
+    }
 
 
 def _named(topology: Topology, links: Iterable[Link], words: str) -> Topology:

@@ -20,7 +20,7 @@ from linkweave.collectives import CollectiveError, overlap
 from linkweave.collectives.overlap import Schedule, models
 from linkweave.collectives.planning.explain import size_text
 from linkweave.topology import Topology
-from linkweave.topology.edits import parse_ends, with_links, with_nics, without_links
+from linkweave.topology.edits import nics_on_gpus, parse_ends, with_links, with_nics, without_links
 
 EDITS = "--remove-link", "--add-link", "--add-nic"
 
@@ -111,7 +111,7 @@ def what_if(
         print(json.dumps({"size": nbytes, "before": told[0], "after": told[1]}))
     else:
         print(text(pair[0], pair[1], nbytes))
-        if nics and pair[0].bound == pair[1].bound and on_gpus(before):
+        if nics and pair[0].bound == pair[1].bound and nics_on_gpus(before):
             print("note: NICs on a GPU share its port, which is as fast as one of them")
     among = None if to else edited(before, (), *edits[1:])  # with all links of both
     if png:
@@ -131,12 +131,6 @@ def what_if(
         )  # fmt: skip
         write(page, f"{before.name}: what if", change, views,
               charts)  # fmt: skip
-
-
-def on_gpus(machine: Topology) -> bool:
-    """Whether NICs are on GPUs."""
-    nics = {link.src for link in machine.links if link.kind == "network"}
-    return any(isinstance(link.src, int) and link.dst in nics for link in machine.links)
 
 
 def edited(machine: Topology, remove: Iterable[str], add: Iterable[str], nics: int) -> Topology:

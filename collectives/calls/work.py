@@ -167,18 +167,16 @@ class _Calls:
             if self._waiting:  # the worker's thread may have come while this one had the turn
                 self._woken.put(True)
 
-    def wait_for_turn(self) -> None:
-        """Wait until whoever has carried out a call has also told its callbacks."""
-        with self._turn:
-            pass
+    def carry_out_all(self) -> None:
+        """Carry out the calls so far, after whoever has the turn: who has also told the callbacks
+        of those before."""
+        self._take_turn(True)
 
     def work(self) -> None:
         """Carry out calls until `end`, in the worker's thread."""
-        while True:
-            more = self._woken.get()
-            self._take_turn(not more)  # who has it wakes this thread again
-            if not more:
-                return
+        while self._woken.get():
+            self._take_turn(False)  # who has it wakes this thread again
+        self.carry_out_all()
 
     def _take_turn(self, wait: bool, future: Future[Any] | None = None) -> None:
         """Carry out the calls so far, or those until `future` is done, if the turn is free or one
@@ -210,7 +208,7 @@ def _drained(worker: weakref.ref[Worker]) -> None:
         last = None
         while last is not found._last:  # a callback may make another call
             last = found._last
-            found.drain_callbacks()
+            found._calls.carry_out_all()
             _joined()
 
 
@@ -239,11 +237,6 @@ class Worker:
         if self._last is not None:
             self._calls.help(self._last)
             self._last.exception()
-
-    def drain_callbacks(self) -> None:
-        """Wait until all calls have finished and the threads of their callbacks have started."""
-        self.drain()
-        self._calls.wait_for_turn()
 
     def enqueue(self, body: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()

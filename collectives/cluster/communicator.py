@@ -82,8 +82,9 @@ class ClusterCommunicator(Methods):
 
     @compares.setter
     def compares(self, value: bool) -> None:
-        self._worker.drain()  # calls under way are those of before
-        self._calls.compares = value
+        if value != self._calls.compares:
+            self._worker.drain()  # calls under way are those of before
+            self._calls.compares = value
 
     # ---- calls ---------------------------------------------------------------------------------
     def _call(

@@ -247,6 +247,11 @@ def _refuse_parting() -> None:
     refuse_being_alone()
 
 
+def by_torchrun() -> bool:
+    """Whether torchrun has started this process, or who sets its variables."""
+    return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
+
+
 def refuse_being_alone() -> None:
     """Raise CollectiveError if the environment tells of other ranks, but not all that a rank must
     know to meet them."""
@@ -274,10 +279,10 @@ def _job(timeout: float) -> Job:
     if dist is not None and dist.is_available() and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
         return Job(dist.get_rank(), dist.get_world_size(), store, key)
-    env = os.environ
-    if not (env.get("RANK") and env.get("WORLD_SIZE")):
+    if not by_torchrun():
         _refuse_parting()
         return Job(0, 1, None, key)
+    env = os.environ
     try:
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     except ValueError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from linkweave.collectives.calls.communicator import Communicator, get_default
 from linkweave.collectives.cluster import pieces
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
-from linkweave.collectives.cluster.join import init, refuse_being_alone
+from linkweave.collectives.cluster.join import by_torchrun, init, refuse_being_alone
 from linkweave.collectives.cluster.sparse import tree_over
 from linkweave.collectives.distributed.group import Group
 from linkweave.collectives.errors import CollectiveError
@@ -438,7 +437,7 @@ def transport_of(group: Any, device: str = "cpu") -> Transport | None:
         except CollectiveError:
             if dist.is_initialized():
                 group = dist.group.WORLD
-            elif os.environ.get("RANK") and os.environ.get("WORLD_SIZE"):
+            elif by_torchrun():
                 group = init()
             else:
                 refuse_being_alone()
