@@ -167,7 +167,6 @@ class Group(_Base):  # type: ignore[misc]
         opts = opts or c10d.AllgatherOptions()
         if not self._supported("allgather", [output], [given]) or output.dtype != given.dtype:
             return self._delegate("_allgather_base", given, output, given, opts)
-        _check_elements("all_gather", output, given.numel() * self.size())
         rows, finish = _rows(output, self.size())
         return self._run(opts, "all_gather", [output], finish, given.reshape(-1), out=rows)
 
@@ -194,9 +193,8 @@ class Group(_Base):  # type: ignore[misc]
         opts = opts or c10d.ReduceScatterOptions()
         if not (op := self._op("reduce_scatter", opts.reduceOp, [given], [output])):
             return self._delegate("_reduce_scatter_base", given, output, given, opts)
-        _check_elements("reduce_scatter", given, output.numel() * self.size())
         rows, finish = _rows(output, 1)
-        blocks = given.reshape(self.size(), -1)
+        blocks, _ = _rows(given.contiguous(), self.size())
         return self._run(opts, "reduce_scatter", [output], finish, blocks, op, out=rows)
 
     def reduce_scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
@@ -253,7 +251,8 @@ class Group(_Base):  # type: ignore[misc]
             if len(out) != len(whole):
                 raise ValueError(f"gather: {len(out)} tensors for {len(whole)} ranks")
             for y in out:
-                _check_elements("gather", y, x.numel())
+                if y.numel() != x.numel():
+                    raise ValueError(f"gather: {y.numel()} elements where {x.numel()} are needed")
             _spread(whole, out)
 
         return self._run(opts, "gather", out, finish, x.reshape(-1), opts.rootRank, out=whole)
@@ -429,11 +428,6 @@ class _Together:
 
 def _together(works: Sequence[Any], result: Tensors) -> GroupWork:
     return GroupWork(_Together(works), result)
-
-
-def _check_elements(what: str, x: Any, wanted: int) -> None:
-    if x.numel() != wanted:
-        raise ValueError(f"{what}: {x.numel()} elements where {wanted} are needed")
 
 
 def _whole(output: Any) -> tuple[Any, Callable[[], None] | None]:

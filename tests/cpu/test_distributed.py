@@ -217,10 +217,17 @@ def test_an_all_gather_of_unequal_tensors(rank: int) -> None:
 
 @in_group(2)
 def test_a_wrong_size_on_one_rank_is_told_to_all(rank: int) -> None:
-    with pytest.raises(CollectiveError):
-        dist.all_to_all_single(torch.empty(2 + (rank == 0)), torch.empty(2))
-    with pytest.raises(CollectiveError):
-        dist.all_to_all_single(torch.empty(2), torch.empty(2 + (rank == 1)))
+    x, larger = torch.empty(2), torch.empty(2 + (rank == 1))
+    for call in (
+        lambda: dist.all_to_all_single(larger, x),
+        lambda: dist.all_to_all_single(x, larger),
+        lambda: dist.all_gather_single(larger, torch.empty(1)),
+        lambda: dist.all_gather_single(torch.empty(2 + 2 * rank), torch.empty(1)),
+        lambda: dist.reduce_scatter_single(torch.empty(1), larger),
+        lambda: dist.reduce_scatter_single(torch.empty(1), torch.empty(2 + 2 * rank)),
+    ):
+        with pytest.raises(CollectiveError):
+            call()
     with pytest.raises(ValueError, match=r"allreduce: avg is not defined for torch\.int32"):
         dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
     dist.all_reduce(x := torch.ones(1))
