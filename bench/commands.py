@@ -30,6 +30,7 @@ from linkweave.bench.command.options import (
 )
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.overlap import POLICIES, load, network_from
+from linkweave.topology.checks import number
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; results are checked.")
 
@@ -243,24 +244,27 @@ def queue(
 
 
 OpOption = Annotated[str, typer.Option("--op", help="sum or max, between machines.")]
+SecondsOption = Annotated[float, typer.Option(help="Time each call so long, or -r rounds.")]
 
 
 @bench.command()
 def network(
     only: OnlyOption = None, begin: BeginOption = "1K", end: EndOption = "64M",
-    factor: FactorOption = 4, rounds: RoundsOption = 5, op: OpOption = "sum",
-    batch: BatchOption = True, out: OutOption = None, as_json: JsonOption = False,
+    factor: FactorOption = 4, rounds: RoundsOption = 5, seconds: SecondsOption = 0.5,
+    op: OpOption = "sum", batch: BatchOption = True, out: OutOption = None,
+    as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Collectives over machines, beside gloo and predictions (20 s)."""
+    """Collectives over machines, beside gloo and predictions (1 min)."""
     from linkweave.bench.network import measure
     from linkweave.collectives.planning.collective import PUBLIC
 
     at_least(("-r", rounds, 1))
+    number(seconds, "--seconds", 0, 60)
     if op not in ("sum", "max"):
         raise CollectiveError(f"--op {op!r}; choose sum or max")
     kinds = _kinds(only, PUBLIC) if only else ("allreduce",)
     writable(out=out if tells() else None)
-    found = measure(sweep(begin, end, factor), rounds, batch, kinds, op)
+    found = measure(sweep(begin, end, factor), rounds, seconds, batch, kinds, op)
     if found is None:  # rank 0 tells
         return
     print(json.dumps(asdict(found), indent=1) if as_json else found)

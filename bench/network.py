@@ -30,13 +30,14 @@ from linkweave.collectives.overlap.timing import Timing, increasing
 ACROSS = tuple(1 << at for at in (14, 22, 24, 25))  # bytes, over all columns
 SIZES = tuple(1 << at for at in (11, 15, 19, 21, 23, 25))
 """Bytes of the messages from whose times others are predicted."""
+MOST_ROUNDS = 500
 HEADER = (
     f"{'collective':16}{'bytes':>12}{'ms':>10}{'predicted':>10}{'error':>8}{'GB/s':>8}{'#wrong':>8}"
-    f"{'gloo ms':>10}{'x gloo':>8}{'bare':>8}"
+    f"{'gloo ms':>10}{'x gloo':>8}{'bare':>8}{'again':>8}"
 )
 LEGEND = (
-    "gloo: all ranks by torch.distributed, by turns; x gloo: the median of the rounds' ratios, and "
-    "bare that with compares=False"
+    "gloo: all ranks by torch.distributed, by turns; x gloo: the median of the rounds' ratios, "
+    "bare that with compares=False, again that of gloo once more, which is 1 but for chance"
 )
 
 
@@ -51,6 +52,7 @@ class Row:
     gloo_seconds: float
     ratio: float
     bare: float
+    again: float
 
     def __str__(self) -> str:
         error, ms = self.predicted / self.seconds - 1, self.seconds * 1e3
@@ -58,7 +60,7 @@ class Row:
         return (
             f"{name:16}{self.nbytes:12}{ms:10.2f}{self.predicted * 1e3:10.2f}{error:8.0%}"
             f"{self.nbytes / self.seconds / 1e9:8.3f}{self.wrong:8}{self.gloo_seconds * 1e3:10.2f}"
-            f"{self.ratio:8.2f}{self.bare:8.2f}"
+            f"{self.ratio:8.2f}{self.bare:8.2f}{self.again:8.2f}"
         )
 
 
@@ -83,10 +85,11 @@ class Figures:
 
 
 def measure(
-    sizes: tuple[int, ...], rounds: int, batch: bool, kinds: Sequence[str] = ("allreduce",),
-    op: str = "sum",
+    sizes: tuple[int, ...], rounds: int, seconds: float, batch: bool,
+    kinds: Sequence[str] = ("allreduce",), op: str = "sum",
 ) -> Figures | None:  # fmt: skip
-    """Measure as one rank of several machines. Returns the figures on rank 0.
+    """Measure as one rank of several machines: each call for so many seconds, and in so many rounds
+    at least. Returns the figures on rank 0.
 
     Raises CollectiveError if all ranks are on one machine.
     """
@@ -96,11 +99,11 @@ def measure(
             raise CollectiveError(
                 "all ranks are on one machine: start them on several, by torchrun --nnodes"
             )
-        return _measured(comm, [*product(kinds, sizes)], rounds, op)
+        return _measured(comm, [*product(kinds, sizes)], (rounds, seconds), op)
 
 
 def _measured(
-    comm: ClusterCommunicator, asked: list[tuple[str, int]], rounds: int, op: str
+    comm: ClusterCommunicator, asked: list[tuple[str, int]], least: tuple[int, float], op: str
 ) -> Figures | None:
     columns = comm.machines.columns
 
@@ -108,8 +111,8 @@ def _measured(
         x = torch.zeros(max(1, nbytes // 4 // columns))
         return median(lambda: comm.across and comm.across.allreduce(x).wait())
 
-    def median(call: Callable[[], object], rounds: int = rounds) -> float:
-        return statistics.median(_times(comm, rounds, call)[0])
+    def median(call: Callable[[], object]) -> float:
+        return statistics.median(_times(comm, least, call)[0])
 
     def made(kind: str, n: int) -> tuple[int, Any, Any, Callable[[], object]]:
         """A message of about n bytes: its values, memory and call."""
@@ -126,7 +129,7 @@ def _measured(
             found[4 * count] = median(call)
         return tuple(map(Timing, found, increasing([*found.values()])))
 
-    startup = median(comm.barrier, 10 * rounds)
+    startup = median(comm.barrier)
     counts = tuple(map(len, comm.machines.ranks))
     found = fit([(n, across(n)) for n in ACROSS], len(counts))
     sizes = around({n for _, n in asked})
@@ -144,10 +147,11 @@ def _measured(
         comm.allreduce(wrong)
         x[:] = 0
         by_gloo = by_torch(kind, x, out, count, op=op)
-        ours_s, theirs, bare_s = _times(comm, rounds, call, by_gloo, uncompared(comm, call))
+        calls = call, by_gloo, uncompared(comm, call), by_gloo
+        ours_s, theirs, *others = _times(comm, least, *calls)
         ratios = [
             statistics.median(b / a for a, b in zip(each, theirs, strict=True))
-            for each in (ours_s, bare_s)
+            for each in (ours_s, *others)
         ]
         seconds, predicted = statistics.median(ours_s), known.seconds(kind, 4 * count)
         of = op if collective(kind).combines else "none"
@@ -174,15 +178,24 @@ def around(asked: Set[int]) -> Sequence[int]:
 
 
 def _times(
-    comm: ClusterCommunicator, rounds: int, *calls: Callable[[], object]
+    comm: ClusterCommunicator, least: tuple[int, float], *calls: Callable[[], object]
 ) -> list[list[float]]:
-    """The slowest rank's time of each call in each round, after a round that is not timed."""
-    times = np.zeros((len(calls), rounds + 1))
-    for at in range(rounds + 1):
-        for i, call in enumerate(calls):
-            comm.barrier()
-            start = time.perf_counter()
-            call()
-            times[i, at] = time.perf_counter() - start
-    comm.allreduce(times, "max")
-    return times[:, 1:].tolist()
+    """The slowest rank's time of each call in each round, after one that is not counted: as many
+    rounds as `least` says, and so many seconds of each call."""
+
+    def timed(rounds: int) -> Any:
+        times = np.zeros((len(calls), rounds))
+        for at in range(rounds):
+            for i, call in enumerate(calls):
+                comm.barrier()
+                start = time.perf_counter()
+                call()
+                times[i, at] = time.perf_counter() - start
+        comm.allreduce(times, "max")
+        return times
+
+    timed(1)
+    first, (rounds, seconds) = timed(1), least
+    within = int(seconds / first.mean())
+    more = timed(max(rounds, min(within, MOST_ROUNDS)) - 1)
+    return np.hstack([first, more]).tolist()
