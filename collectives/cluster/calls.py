@@ -23,7 +23,7 @@ from linkweave.collectives.calls.request import How, Request
 from linkweave.collectives.calls.trace import CALLS, Trace, label
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import GLOO_DTYPES, timed_out
-from linkweave.collectives.cluster.kinds import NOTHING, Bytes, ClusterCall, call_of
+from linkweave.collectives.cluster.kinds import NOTHING, Along, Bytes, ClusterCall, call_of
 from linkweave.collectives.cluster.pieces import flat_over
 from linkweave.collectives.cluster.roll_call import GRACE, MOST_OPEN, Notice, RollCall
 from linkweave.collectives.cluster.sparse import SparseCluster
@@ -81,7 +81,8 @@ class ClusterCalls:
         the memory of `owners`, are where those of an earlier one were."""
         known = None
         if how == "auto" and isinstance(op, str) and not uneven:
-            known = self._known.get((kind, address, nbytes, dtype, op, root, result))
+            key = (kind, address, nbytes, dtype, op, root, result, self.compares)
+            known = self._known.get(key)
         if known is None or "LINKWEAVE_ALGORITHM" in os.environ:
             return False
         self._begin(kind)
@@ -153,12 +154,16 @@ class ClusterCalls:
             x = flat_over(replace(given, owner=held))
             out = x if result is given else result and flat_over(replace(result, owner=held))
             call = call_of(self.links, request, x, out)
-        name = label(request.kind, "along" if call.along else "network", request.buffer.nbytes)
+        way = "along" if self._goes_along(call) else "network"
+        name = label(request.kind, way, request.buffer.nbytes)
         self._make_traced(call, name, held, (given, result))
         plain = request.layers is None and not (request.sizes or request.parts)
         if plain and isinstance(request.root, int):
             whole, root = request.buffer, request.root
-            key = (request.kind, given.address, whole.nbytes, whole.dtype, request.op, root, to)
+            key = (
+                request.kind, given.address, whole.nbytes, whole.dtype, request.op, root, to,
+                self.compares,
+            )  # fmt: skip
             if key not in self._known:
                 self._known.add(key, (call, name, held))
 
@@ -181,8 +186,12 @@ class ClusterCalls:
             held.clear()
             if self._trace.level >= CALLS:
                 took = (time.monotonic() - start) * 1e6
-                way = ", along with the comparison" if call.along else ""
+                way = ", along with the comparison" if self._goes_along(call) else ""
                 self._trace.say(CALLS, f"{call.asked}, {took:.0f} us{way}")
+
+    def _goes_along(self, call: ClusterCall) -> bool:
+        """Whether the message goes along with the comparison."""
+        return call.along is not None and (self._compares or call.along.quick)
 
     # ---- how a call is made --------------------------------------------------------------------
     def make_call(self, call: ClusterCall, mine: Exception | None = None) -> Any:
@@ -190,7 +199,7 @@ class ClusterCalls:
         raise it."""
         outer = sys.exception()  # which the caller is handling
         try:
-            if not (self._compares or call.along):
+            if not (self._compares or self._goes_along(call)):
                 if mine:
                     raise RuntimeError(str(mine)) from mine  # no other rank knows of it
                 return call.body()
@@ -242,19 +251,26 @@ class ClusterCalls:
                     raise RuntimeError(self._roll_call.trouble)
             if not hears:
                 return ()
-            if not alone:
-                told = np.zeros((along.nbytes if along else 0) + 1, np.uint8)
-                if merged is not None:
-                    np.concatenate([*merged, _AGREED], out=told)
-                machine.meet("broadcast", told)
-                merged = None
-                if told[-1]:
-                    merged = along.split(told[:-1]) if along else ()
+            return merged if alone else self._on_all(merged, along)
         except CollectiveError:
             if machine.health.broken:
                 raise
             return None
-        return merged
+
+    def _on_all(
+        self, merged: Sequence[Bytes] | None, along: Along | None
+    ) -> Sequence[Bytes] | None:
+        """What each rank of this machine gets of what is `merged` on the first one."""
+        machine, told = self.machine.calls, np.zeros((along.nbytes if along else 0) + 1, np.uint8)
+        of_first = along is not None and along.for_first
+        if merged is not None:
+            np.concatenate([*(() if of_first else merged), _AGREED], out=told)
+        machine.meet("broadcast", told)
+        if not told[-1]:
+            return None
+        if of_first and merged is not None:
+            return merged
+        return along.split(told[:-1]) if along else ()
 
     def _compared_by_machines(
         self, roll: RollCall, call: ClusterCall, rows: NDArray[np.uint8]
@@ -305,8 +321,9 @@ class ClusterCalls:
                 cause = self._machines_notice(replace(mine, failed="" if known else mine.failed))
                 mine = replace(mine, failed=cause.failed or mine.failed, late=cause.late)
                 return self._asked_around(mine)
-        except CollectiveError:
-            pass  # this machine's ranks have come apart; each raises what it knows
+        except CollectiveError as apart:  # this machine's ranks; each raises what it knows
+            if not known:  # gloo says only that a rank of this machine has closed its connection
+                mine = replace(mine, failed=self._renamed(str(apart)))
         return self._roll_call.fail(replace(mine, witnessed=True)) if self._roll_call else mine
 
     @staticmethod

@@ -41,6 +41,8 @@ class Along:
     shares: the bytes of each machine's share, if each combines one, and then sends it on.
     to: the machine that alone gets these; None: all do.
     of_first: whether only the first rank of the machine has something to give.
+    for_first: whether only the first rank of a machine needs what comes.
+    quick: whether this is faster than `body`, though nothing need be compared.
     """
 
     given: Bytes
@@ -52,10 +54,14 @@ class Along:
     shares: Sequence[int] = ()
     to: int | None = None
     of_first: bool = False
+    for_first: bool = False
+    quick: bool = True
 
     @property
     def nbytes(self) -> int:
         """The bytes that each rank gets."""
+        if self.for_first:
+            return 0
         return sum(self.shares or (self.lengths[:1] if self.op else self.lengths))
 
     def parts(self, rows: NDArray[np.uint8]) -> list[Bytes]:
@@ -155,8 +161,9 @@ def _root(request: Request) -> int:
 
 
 def _combining(
-    links: Connections, x: Any, op: str, finish: Callable[[Any], Any], to: int | None = None
-) -> Along | None:
+    links: Connections, x: Any, op: str, finish: Callable[[Any], Any], to: int | None = None,
+    for_first: bool = False,
+) -> Along | None:  # fmt: skip
     """All values go to all machines at once; or if they are many, each machine combines a share.
     None if that would change the order in which they are combined."""
     count = links.machines.count
@@ -165,7 +172,8 @@ def _combining(
     if x.nbytes * (count - 1) <= AT_ONCE:
         if not x.nbytes:
             return None
-        return Along(_bytes(x), [x.nbytes] * count, finish, op=op, kind=x.dtype)
+        every = [x.nbytes] * count
+        return Along(_bytes(x), every, finish, op=op, kind=x.dtype, for_first=for_first)
     if not goes_along(-(-x.nbytes // count), count, SHORT):
         return None
     ends = [x.numel() * m // count * x.element_size() for m in range(count + 1)]
@@ -175,7 +183,10 @@ def _combining(
     def part(of: Bytes, m: int) -> Bytes:
         return of[ends[m] : ends[m + 1]]
 
-    return Along(_bytes(x), lengths, finish, part, op, x.dtype, shares, to)
+    return Along(
+        _bytes(x), lengths, finish, part, op, x.dtype, shares, to, for_first=for_first,
+        quick=x.nbytes <= AT_ONCE,
+    )  # fmt: skip
 
 
 def _bytes(x: Any) -> Bytes:
@@ -218,20 +229,21 @@ def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> Cluste
 
     if goes_along(x.nbytes, count, MIDDLE):  # others send on longer ones
         lengths = [x.nbytes * (m == at) for m in range(count)]
-        along = Along(given, lengths, finish, part, of_first=local == 0)
+        quick = x.nbytes <= AT_ONCE
+        along = Along(given, lengths, finish, part, of_first=local == 0, quick=quick)
     body = lambda: links.pieces.broadcast(x.view(torch.uint8), root)  # noqa: E731
     return ClusterCall(_asked(request), body, along, source=at)
 
 
 def _reduce(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     op, root = request.op, _root(request)
-    at = links.machines.position(root)[0]
+    at, local = links.machines.position(root)
 
     def finish(total: Any) -> None:
         if out is not None:
             out.copy_(total)
 
-    along = _combining(links, x, op, finish, at)
+    along = _combining(links, x, op, finish, at, local == 0)
     body = lambda: links.reduce(x, out, op, root)  # noqa: E731
     return ClusterCall(_asked(request), body, along, target=None if along and along.shares else at)
 
@@ -282,7 +294,7 @@ def _reduce_scatter(links: Connections, request: Request, x: Any, out: Any) -> C
 
 def _gather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCall:
     root, machines, x = _root(request), links.machines, x.view(torch.uint8)
-    at, rows = machines.position(root)[0], None
+    (at, local), rows = machines.position(root), None
     if out is not None:
         rows = out.view(torch.uint8).view(links.size, -1)
 
@@ -298,7 +310,7 @@ def _gather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCa
     along = None
     if _moves_along(machines, x.nbytes):
         lengths = [x.nbytes * len(ranks) * (links.index == at) for ranks in machines.ranks]
-        along = Along(_bytes(x), lengths, finish, part)
+        along = Along(_bytes(x), lengths, finish, part, for_first=local == 0)
     body = lambda: links.rows.gather(x, rows, root)  # noqa: E731
     return ClusterCall(_asked(request), body, along, target=at)
 
@@ -326,7 +338,8 @@ def _scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterC
         if links.index == at and links.rank != root and local:  # as much of each rank is gathered
             sent = links.scratch(links.size * out.nbytes)
         lengths = [out.nbytes * len(links.mine) * (m == at) for m in range(machines.count)]
-        along = Along(sent, lengths, finish, part, of_first=local == 0)
+        quick = links.size * out.nbytes <= AT_ONCE
+        along = Along(sent, lengths, finish, part, of_first=local == 0, quick=quick)
     return ClusterCall(_asked(request), body, along, source=at)
 
 
@@ -361,7 +374,8 @@ def _alltoall(links: Connections, request: Request, x: Any, out: Any) -> Cluster
             to = whole[got[source] : got[source + 1]]
             to[:] = came[m][start : start + to.size]
 
-    along = Along(_padded(_bytes(x), max(map(sum, sizes))), lengths, finish, part)
+    most = max(map(sum, sizes))
+    along = Along(_padded(_bytes(x), most), lengths, finish, part, quick=most <= AT_ONCE)
     return ClusterCall(_asked(request), body, along)
 
 

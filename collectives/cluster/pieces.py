@@ -157,15 +157,17 @@ class Pieces:
         rows, `across` sends it to the other machines, and then the machine gathers the slices."""
 
         def piece(first: int, part: Any) -> Iterator[None]:
-            rows = in_rows(part, self._machines.columns)
-            begin(rows)
+            rows, alone = in_rows(part, self._machines.columns), self._machine.size == 1
+            if not alone:
+                begin(rows)
             network = self._across
             finish = across(rows[self._machine.rank], network) if network else None
             yield
             if finish:
                 finish()
-            self._gather(rows)
-            put_back(rows, part)
+            if not alone:
+                self._gather(rows)
+                put_back(rows, part)
             if final:
                 final(first + part.numel())
 
@@ -342,6 +344,9 @@ class Rows:
 
     def gather(self, x: Any, out: Any, root: int) -> None:
         """Gather the flat `x` of all ranks in the rows of `out` on `root`; None elsewhere."""
+        if self._machines.size * x.nbytes <= PIECE:
+            self._across.gather(x, out, root).wait()
+            return
         at, local = self._machines.position(root)
         if self._index != at:
             _wait([self._send(x, root)])
@@ -357,6 +362,9 @@ class Rows:
 
     def scatter(self, x: Any, out: Any, root: int) -> None:
         """Send each rank's row of `x` on `root`, which is None elsewhere, to its flat `out`."""
+        if self._machines.size * out.nbytes <= PIECE:
+            self._across.scatter(x, out, root).wait()
+            return
         at, local = self._machines.position(root)
         sends = []
         if self._rank == root:
@@ -370,13 +378,15 @@ class Rows:
 
     def alltoall(self, x: Any, out: Any, counts: Sequence[Sequence[int]]) -> None:
         """Send parts of the flat `x` to each rank: `counts[src][dst]` elements from rank `src` to
-        rank `dst`. In step s each machine sends to the s-th after it; long messages in two steps at
-        once."""
+        rank `dst`. Of a long one, in step s each machine sends to the s-th after it, in two steps
+        at once."""
         if x.data_ptr() == out.data_ptr():
             x = x.clone()
-        given = x.split_with_sizes([*counts[self._rank]])
-        got = out.split_with_sizes([of[self._rank] for of in counts])
-        most = 2 if x.nbytes > PIECE else self._count
+        sends, receives = counts[self._rank], [of[self._rank] for of in counts]
+        if max(map(sum, counts)) * x.element_size() <= PIECE:
+            self._across.alltoall(x, out, sends, receives).wait()
+            return
+        given, got = x.split_with_sizes([*sends]), out.split_with_sizes(receives)
         under_way: deque[list[Any]] = deque()
         for s in range(1, self._count):
             moves = [self._send(given[r], r) for r in self._ranks[self._at(s)]]
@@ -384,7 +394,7 @@ class Rows:
             under_way.append(moves)
             if s == 1:
                 self._inside(x, out, counts)
-            if len(under_way) > most - 1:
+            if len(under_way) > 1:
                 _wait(under_way.popleft())
         for moves in under_way:
             _wait(moves)
