@@ -244,7 +244,9 @@ def queue(
 
 
 OpOption = Annotated[str, typer.Option("--op", help="sum or max, between machines.")]
-SecondsOption = Annotated[float, typer.Option(help="Time each call so long, or -r rounds.")]
+SecondsOption = Annotated[
+    float, typer.Option(help="Time each call so long, in -r rounds at least and 500 at most.")
+]
 
 
 @bench.command()

@@ -262,13 +262,13 @@ class ClusterCalls:
     ) -> Sequence[Bytes] | None:
         """What each rank of this machine gets of what is `merged` on the first one."""
         machine, told = self.machine.calls, np.zeros((along.nbytes if along else 0) + 1, np.uint8)
-        of_first = along is not None and along.for_first
+        for_first = along is not None and along.for_first
         if merged is not None:
-            np.concatenate([*(() if of_first else merged), _AGREED], out=told)
+            np.concatenate([*(() if for_first else merged), _AGREED], out=told)
         machine.meet("broadcast", told)
         if not told[-1]:
             return None
-        if of_first and merged is not None:
+        if for_first and merged is not None:
             return merged
         return along.split(told[:-1]) if along else ()
 
@@ -321,9 +321,8 @@ class ClusterCalls:
                 cause = self._machines_notice(replace(mine, failed="" if known else mine.failed))
                 mine = replace(mine, failed=cause.failed or mine.failed, late=cause.late)
                 return self._asked_around(mine)
-        except CollectiveError as apart:  # this machine's ranks; each raises what it knows
-            if not known:  # gloo says only that a rank of this machine has closed its connection
-                mine = replace(mine, failed=self._renamed(str(apart)))
+        except CollectiveError:
+            pass  # this machine's ranks have come apart; each raises what it knows
         return self._roll_call.fail(replace(mine, witnessed=True)) if self._roll_call else mine
 
     @staticmethod

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import reduce
 from operator import add, and_, mul, or_, xor
@@ -71,22 +71,6 @@ class Across:
         options = c10d.BroadcastOptions()
         options.rootRank = root
         return self._group.broadcast([x], options)
-
-    def gather(self, x: Any, out: Any, root: int) -> Any:
-        """Gather `x` of all ranks in the rows of `out` on `root`; None elsewhere."""
-        options = c10d.GatherOptions()
-        options.rootRank = root
-        return self._group.gather([] if out is None else [[*out]], [x], options)
-
-    def scatter(self, x: Any, out: Any, root: int) -> Any:
-        """Send each rank's row of `x` on `root`, which is None elsewhere, to its `out`."""
-        options = c10d.ScatterOptions()
-        options.rootRank = root
-        return self._group.scatter([out], [] if x is None else [[*x]], options)
-
-    def alltoall(self, x: Any, out: Any, given: Sequence[int], got: Sequence[int]) -> Any:
-        """Send `given[r]` elements of the flat `x` to rank r, and receive `got[r]` in `out`."""
-        return self._group.alltoall_base(out, x, [*got], [*given], c10d.AllToAllOptions())
 
     @property
     def _group(self) -> Any:

@@ -59,7 +59,7 @@ class Along:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that each rank gets."""
+        """The bytes that each rank gets from the first one of its machine."""
         if self.for_first:
             return 0
         return sum(self.shares or (self.lengths[:1] if self.op else self.lengths))
@@ -105,8 +105,8 @@ class ClusterCall:
     """One rank's side of a call.
 
     asked: what it asks for, as text that all ranks compare; a long one ends with its checksum.
-    body: carries it out, once all ranks have compared it; where something goes `along`, that ends
-        the call instead.
+    body: carries it out, once all ranks have compared it, or where they do not; if something goes
+        `along` with a comparison, that ends the call instead.
     source: the machine from which alone the others hear what goes along; None: from all.
     target: the machine that alone hears from the others; None: all do.
     """
@@ -310,7 +310,8 @@ def _gather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCa
     along = None
     if _moves_along(machines, x.nbytes):
         lengths = [x.nbytes * len(ranks) * (links.index == at) for ranks in machines.ranks]
-        along = Along(_bytes(x), lengths, finish, part, for_first=local == 0)
+        quick = links.size * x.nbytes <= AT_ONCE
+        along = Along(_bytes(x), lengths, finish, part, for_first=local == 0, quick=quick)
     body = lambda: links.rows.gather(x, rows, root)  # noqa: E731
     return ClusterCall(_asked(request), body, along, target=at)
 

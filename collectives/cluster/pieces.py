@@ -344,9 +344,6 @@ class Rows:
 
     def gather(self, x: Any, out: Any, root: int) -> None:
         """Gather the flat `x` of all ranks in the rows of `out` on `root`; None elsewhere."""
-        if self._machines.size * x.nbytes <= PIECE:
-            self._across.gather(x, out, root).wait()
-            return
         at, local = self._machines.position(root)
         if self._index != at:
             _wait([self._send(x, root)])
@@ -362,9 +359,6 @@ class Rows:
 
     def scatter(self, x: Any, out: Any, root: int) -> None:
         """Send each rank's row of `x` on `root`, which is None elsewhere, to its flat `out`."""
-        if self._machines.size * out.nbytes <= PIECE:
-            self._across.scatter(x, out, root).wait()
-            return
         at, local = self._machines.position(root)
         sends = []
         if self._rank == root:
@@ -378,26 +372,25 @@ class Rows:
 
     def alltoall(self, x: Any, out: Any, counts: Sequence[Sequence[int]]) -> None:
         """Send parts of the flat `x` to each rank: `counts[src][dst]` elements from rank `src` to
-        rank `dst`. Of a long one, in step s each machine sends to the s-th after it, in two steps
-        at once."""
+        rank `dst`. In step s each machine sends to the s-th after it; long messages in two steps at
+        once."""
         if x.data_ptr() == out.data_ptr():
             x = x.clone()
-        sends, receives = counts[self._rank], [of[self._rank] for of in counts]
-        if max(map(sum, counts)) * x.element_size() <= PIECE:
-            self._across.alltoall(x, out, sends, receives).wait()
-            return
-        given, got = x.split_with_sizes([*sends]), out.split_with_sizes(receives)
+        given = x.split_with_sizes([*counts[self._rank]])
+        got = out.split_with_sizes([of[self._rank] for of in counts])
+        steps, most = range(1, self._count), 2 if x.nbytes > PIECE else self._count
+        # gloo asks the receiver first, unless it is waiting already
+        receives = [self._recv(got[r], r) for s in steps for r in self._ranks[self._at(-s)]]
         under_way: deque[list[Any]] = deque()
-        for s in range(1, self._count):
-            moves = [self._send(given[r], r) for r in self._ranks[self._at(s)]]
-            moves += [self._recv(got[r], r) for r in self._ranks[self._at(-s)]]
-            under_way.append(moves)
+        for s in steps:
+            under_way.append([self._send(given[r], r) for r in self._ranks[self._at(s)]])
             if s == 1:
                 self._inside(x, out, counts)
-            if len(under_way) > 1:
+            if len(under_way) > most - 1:
                 _wait(under_way.popleft())
-        for moves in under_way:
-            _wait(moves)
+        for sends in under_way:
+            _wait(sends)
+        _wait(receives)
 
     def _inside(self, x: Any, out: Any, counts: Sequence[Sequence[int]]) -> None:
         """The part of an all-to-all among the ranks of this machine."""
