@@ -245,7 +245,7 @@ def queue(
 
 OpOption = Annotated[str, typer.Option("--op", help="sum or max, between machines.")]
 SecondsOption = Annotated[
-    float, typer.Option(help="Time each call so long, in -r rounds at least and 500 at most.")
+    float, typer.Option(help="Time each call so long, if 500 rounds suffice, or in -r rounds.")
 ]
 
 

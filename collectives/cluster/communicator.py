@@ -76,8 +76,8 @@ class ClusterCommunicator(Methods):
         same place between two calls, if they make the same calls anyway. Then a difference is seen
         by chance only, as with gloo: it is an error, a timeout, a wrong result, or gloo aborts the
         process; and a call that a rank refuses ends the communicator. Barriers, sparse all-reduces
-        and short calls are compared all the same, as they go along with their comparison: most up
-        to 64 KiB, and longer all-gathers and reduce-scatters.
+        and calls that go along with their comparison (most short ones, but no all-to-all, gather or
+        scatter of more than 64 KiB) are compared all the same.
         """
         return self._calls.compares
 

@@ -42,7 +42,7 @@ class Along:
     to: the machine that alone gets these; None: all do.
     of_first: whether only the first rank of the machine has something to give.
     for_first: whether only the first rank of a machine needs what comes.
-    quick: whether this is faster than `body`, though nothing need be compared.
+    quick: whether this is how the call is made too where nothing need be compared.
     """
 
     given: Bytes
@@ -183,10 +183,7 @@ def _combining(
     def part(of: Bytes, m: int) -> Bytes:
         return of[ends[m] : ends[m + 1]]
 
-    return Along(
-        _bytes(x), lengths, finish, part, op, x.dtype, shares, to, for_first=for_first,
-        quick=x.nbytes <= AT_ONCE,
-    )  # fmt: skip
+    return Along(_bytes(x), lengths, finish, part, op, x.dtype, shares, to, for_first=for_first)
 
 
 def _bytes(x: Any) -> Bytes:
@@ -229,8 +226,7 @@ def _broadcast(links: Connections, request: Request, x: Any, out: Any) -> Cluste
 
     if goes_along(x.nbytes, count, MIDDLE):  # others send on longer ones
         lengths = [x.nbytes * (m == at) for m in range(count)]
-        quick = x.nbytes <= AT_ONCE
-        along = Along(given, lengths, finish, part, of_first=local == 0, quick=quick)
+        along = Along(given, lengths, finish, part, of_first=local == 0)
     body = lambda: links.pieces.broadcast(x.view(torch.uint8), root)  # noqa: E731
     return ClusterCall(_asked(request), body, along, source=at)
 
