@@ -55,7 +55,7 @@ class ClusterCalls:
         self.ended, self._closed = "", False  # why no call can be made
         self._roll_call, self._asked, self._compares = roll_call, "", True
         self._one_way = 0  # calls in a row
-        self._known = FifoCache[tuple[object, ...], tuple[ClusterCall, str, list[object]]]()
+        self._known = FifoCache[tuple[object, ...], tuple[ClusterCall, list[object]]]()
         self._trace = Trace(self.rank)
         # for this machine's first rank, which may compare a call twice
         self._patience = 2 * (timeout + 2 * LONGER) + GRACE + LONGER
@@ -81,12 +81,12 @@ class ClusterCalls:
         the memory of `owners`, are where those of an earlier one were."""
         known = None
         if how == "auto" and isinstance(op, str) and not uneven:
-            key = (kind, address, nbytes, dtype, op, root, result, self.compares)
-            known = self._known.get(key)
+            known = self._known.get((kind, address, nbytes, dtype, op, root, result))
         if known is None or "LINKWEAVE_ALGORITHM" in os.environ:
             return False
         self._begin(kind)
-        self._make_traced(*known, owners)
+        call, held = known
+        self._make_traced(call, kind, nbytes, held, owners)
         return True
 
     @contextmanager
@@ -154,26 +154,21 @@ class ClusterCalls:
             x = flat_over(replace(given, owner=held))
             out = x if result is given else result and flat_over(replace(result, owner=held))
             call = call_of(self.links, request, x, out)
-        way = "along" if self._goes_along(call) else "network"
-        name = label(request.kind, way, request.buffer.nbytes)
-        self._make_traced(call, name, held, (given, result))
+        kind, whole, root = request.kind, request.buffer, request.root
+        self._make_traced(call, kind, whole.nbytes, held, (given, result))
         plain = request.layers is None and not (request.sizes or request.parts)
-        if plain and isinstance(request.root, int):
-            whole, root = request.buffer, request.root
-            key = (
-                request.kind, given.address, whole.nbytes, whole.dtype, request.op, root, to,
-                self.compares,
-            )  # fmt: skip
-            if key not in self._known:
-                self._known.add(key, (call, name, held))
+        key = (kind, given.address, whole.nbytes, whole.dtype, request.op, root, to)
+        if plain and key not in self._known:
+            self._known.add(key, (call, held))
 
     def _make_traced(
-        self, call: ClusterCall, name: str, held: list[object], owners: Sequence[Any]
+        self, call: ClusterCall, kind: str, nbytes: int, held: list[object], owners: Sequence[Any]
     ) -> None:
         """Make a call of `owners`' memory. After an error connections may go on using it, through
         views that keep `held`."""
         held += owners
-        with self._trace.call(name):
+        way = "along" if self._goes_along(call) else "network"
+        with self._trace.call(label(kind, way, nbytes)):
             start = time.monotonic()
             try:
                 self.make_call(call)

@@ -20,6 +20,10 @@ SHORT, MIDDLE, LONG = (128 << 10, 512 << 10), (512 << 10, 2 << 20), (2 << 20, 16
 AT_ONCE = 64 << 10
 """Bytes to all machines up to which each gets all values, and combines them itself."""
 
+QUICK = 64 << 10
+"""Bytes of rows that are only moved, up to which they take less time along than from rank to rank,
+even where nothing is compared."""
+
 
 def goes_along(nbytes: int, machines: int, limit: Limit) -> bool:
     """Whether a comparison of so many machines takes so many bytes along to each."""

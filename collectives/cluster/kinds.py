@@ -16,7 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from linkweave.collectives.calls.request import Request, parts_words, values
-from linkweave.collectives.cluster.cluster_map import AT_ONCE, MIDDLE, SHORT, goes_along, rows_along
+from linkweave.collectives.cluster.cluster_map import (
+    AT_ONCE,
+    MIDDLE,
+    QUICK,
+    SHORT,
+    goes_along,
+    rows_along,
+)
 from linkweave.collectives.cluster.connections import Connections
 from linkweave.collectives.cluster.gloo import combined, undivided
 from linkweave.collectives.cluster.machines import Machines
@@ -306,7 +313,7 @@ def _gather(links: Connections, request: Request, x: Any, out: Any) -> ClusterCa
     along = None
     if _moves_along(machines, x.nbytes):
         lengths = [x.nbytes * len(ranks) * (links.index == at) for ranks in machines.ranks]
-        quick = links.size * x.nbytes <= AT_ONCE
+        quick = links.size * x.nbytes <= QUICK
         along = Along(_bytes(x), lengths, finish, part, for_first=local == 0, quick=quick)
     body = lambda: links.rows.gather(x, rows, root)  # noqa: E731
     return ClusterCall(_asked(request), body, along, target=at)
@@ -335,7 +342,7 @@ def _scatter(links: Connections, request: Request, x: Any, out: Any) -> ClusterC
         if links.index == at and links.rank != root and local:  # as much of each rank is gathered
             sent = links.scratch(links.size * out.nbytes)
         lengths = [out.nbytes * len(links.mine) * (m == at) for m in range(machines.count)]
-        quick = links.size * out.nbytes <= AT_ONCE
+        quick = links.size * out.nbytes <= QUICK
         along = Along(sent, lengths, finish, part, of_first=local == 0, quick=quick)
     return ClusterCall(_asked(request), body, along, source=at)
 
@@ -372,7 +379,7 @@ def _alltoall(links: Connections, request: Request, x: Any, out: Any) -> Cluster
             to[:] = came[m][start : start + to.size]
 
     most = max(map(sum, sizes))
-    along = Along(_padded(_bytes(x), most), lengths, finish, part, quick=most <= AT_ONCE)
+    along = Along(_padded(_bytes(x), most), lengths, finish, part, quick=most <= QUICK)
     return ClusterCall(_asked(request), body, along)
 
 
