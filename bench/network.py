@@ -110,11 +110,12 @@ def _measured(
 
     def across(nbytes: int) -> float:
         x = torch.zeros(max(1, nbytes // 4 // columns))
-        carry(lambda: dist.all_reduce(x))
+        whole = torch.zeros(max(1, nbytes // 4))
+        carry(lambda: dist.all_reduce(whole))
         return median(lambda: comm.across and comm.across.allreduce(x).wait())
 
     def carry(by_gloo: Callable[[], object]) -> None:
-        """Let gloo's connections carry messages as long as ours have: over a connection that has
+        """Let gloo's connections carry messages of these sizes too: over a connection that has
         carried long ones, short ones take longer."""
         for _ in range(least[0]):
             by_gloo()

@@ -21,8 +21,8 @@ AT_ONCE = 64 << 10
 """Bytes to all machines up to which each gets all values, and combines them itself."""
 
 QUICK = 64 << 10
-"""Bytes of rows that are only moved, up to which they take less time along than from rank to rank,
-even where nothing is compared."""
+"""Bytes of a gather, a scatter or an all-to-all up to which it takes less time along than from rank
+to rank, even where nothing is compared."""
 
 
 def goes_along(nbytes: int, machines: int, limit: Limit) -> bool:

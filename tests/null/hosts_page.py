@@ -36,8 +36,8 @@ nccl-tests.
 
 Of {cells} cells {slower} are more than 5 % slower than gloo, and {bare} with `compares = False`;
 gloo, measured a second time in the same rounds, is more than 5 % slower than itself in {again}.
-Before it is timed, its connections carry messages as long as linkweave's have: over a connection
-that has carried long messages, short ones take longer.
+Before it is timed, its connections carry some long messages too, as linkweave's do for predictions:
+over a connection that has carried them, short ones take longer.
 gloo compares nothing; linkweave compares what ranks ask for with those that they hear from, before
 a result can be read. A comparison of 8 machines costs the first rank of each about 0.6 ms of CPU
 time for its 14 messages, and here four ranks share a core; gloo's own all-to-all of a word to each
