@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.explain import explain, size_text
@@ -29,6 +30,7 @@ _RANGES = 512  # cached ranges
 CHOICE, CALLS, PLANS, KERNELS, FLAGS = range(1, 6)
 
 
+@lru_cache(maxsize=_RANGES)  # some calls are labelled each time
 def label(kind: str, algorithm: str, nbytes: int) -> str:
     """The name of a call in traces."""
     return f"{kind}/{algorithm}/{size_text(nbytes).replace(' ', '')}"

@@ -167,8 +167,8 @@ class ClusterCalls:
         """Make a call of `owners`' memory. After an error connections may go on using it, through
         views that keep `held`."""
         held += owners
-        way = "along" if self._goes_along(call) else "network"
-        with self._trace.call(label(kind, way, nbytes)):
+        along = self._goes_along(call)
+        with self._trace.call(label(kind, "along" if along else "network", nbytes)):
             start = time.monotonic()
             try:
                 self.make_call(call)
@@ -181,7 +181,7 @@ class ClusterCalls:
             held.clear()
             if self._trace.level >= CALLS:
                 took = (time.monotonic() - start) * 1e6
-                way = ", along with the comparison" if self._goes_along(call) else ""
+                way = ", along with the comparison" if along else ""
                 self._trace.say(CALLS, f"{call.asked}, {took:.0f} us{way}")
 
     def _goes_along(self, call: ClusterCall) -> bool:

@@ -143,8 +143,7 @@ def test_training_on_hosts() -> None:
             f"{row['ddp_ms']:.0f}", f"{row['ms']:.0f}", f"{row['ratio']:.2f}"
         ]  # fmt: skip
         assert row["program"].endswith(f", {hosts[what][3]}")
-    assert min(ratios) > 0.97  # on 4 x 2, where all ranks share two cores; elsewhere above 1
-    assert sorted(ratios)[1] > 1
+    assert min(ratios) > 1
     assert max(ratios) >= 1.15
 
 
