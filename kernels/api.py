@@ -87,10 +87,10 @@ def coalesce(indices: Any, values: Any, num_rows: int) -> tuple[Any, Any]:
     """Sum rows that have the same index; returns (distinct ascending indices, sums).
 
     `indices` is [n] of int32 or int64 from 0 to num_rows - 1; `values` is [n, ...] of float32,
-    float16 or bfloat16, or on the CPU float64. Rows are added in float32, those of float64 in
-    float64, in the order given, and rounded once. On a GPU, rows are first sorted by index
-    (stably), added within windows of 32 rows, and then window by window; the host waits once, for
-    the number of distinct indices.
+    float64, float16 or bfloat16. Rows are added in float32, those of float64 in float64, in the
+    order given, and rounded once. On a GPU, rows are first sorted by index (stably), added within
+    windows of 32 rows, and then window by window; the host waits once, for the number of distinct
+    indices.
     """
     if gpu := _gpu(values):
         return gpu.coalesce(indices, values, num_rows)

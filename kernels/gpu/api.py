@@ -56,7 +56,7 @@ class GpuKernels:
         return part(self.gpu, total, number, found, kept, dtype)
 
     def coalesce(self, indices: Any, values: Any, num_rows: int) -> Pair:
-        rows, dtype = self._rows(indices, values, num_rows), checks.dtype_of(values)
+        rows, dtype = self._rows(indices, values, num_rows), checks.dtype_of(values, "float64")
         shape = tuple(values.shape)[1:]
         width = math.prod(shape)
         if rows is None:

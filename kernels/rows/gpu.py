@@ -73,7 +73,8 @@ def add(gpu: Gpu, rows: Sorted, values: Any, dtype: str, width: int) -> Any:
     if not width:
         return sums
     windows = -(-rows.n // WINDOW)
-    head, tail = (gpu.empty(windows * width, "float32") for _ in range(2))
+    wide = "float64" if dtype == "float64" else "float32"
+    head, tail = (gpu.empty(windows * width, wide) for _ in range(2))
     argument = struct(
         ROWS, values=gpu.address(values), order=gpu.address(rows.order),
         run=gpu.address(rows.run), sums=gpu.address(sums), head=gpu.address(head),

@@ -1,4 +1,5 @@
-// Sums in float32 of rows that have the same index; sort.cu has sorted the rows by index.
+// Sums of rows that have the same index, in float32, or in float64 of float64; sort.cu has sorted
+// the rows by index.
 //
 // The sorted rows are divided into windows of WINDOW. In `windows`, a thread adds the rows of one
 // window in one column, in order. A run that lies within the window is complete; otherwise its sum
@@ -11,18 +12,20 @@
 
 enum { WINDOW = 32, AHEAD = 8 };  // rows per window; loads in flight per thread
 
+typedef Wide<ELEMENT>::type Sum;
+
 struct Rows {
     const ELEMENT* values;  // [n][width]
     const u32* order;  // [n]: the position in `values` of each sorted row
     const u32* run;  // [n]: the run of each sorted row
     ELEMENT* sums;  // [runs][width]
-    float* head;  // [windows][width]
-    float* tail;
+    Sum* head;  // [windows][width]
+    Sum* tail;
     u64 n;
     u64 width;
 };
 
-__device__ __forceinline__ void put(const Rows& a, u32 run, u64 column, float sum) {
+__device__ __forceinline__ void put(const Rows& a, u32 run, u64 column, Sum sum) {
     narrow(sum, a.sums[u64(run) * a.width + column]);
 }
 
@@ -33,16 +36,16 @@ __device__ __forceinline__ void add_windows(const Rows& a) {
         const u64 stop = start + WINDOW < a.n ? start + WINDOW : a.n;
         u32 run = a.run[start];
         bool begun = start && a.run[start - 1] == run;  // the run began in an earlier window
-        float sum = 0;
+        Sum sum = 0;
 #pragma unroll 1
         for (u64 i = start; i < stop; i += AHEAD) {
-            float row[AHEAD];
+            Sum row[AHEAD];
             u32 of[AHEAD];
 #pragma unroll
             for (int u = 0; u < AHEAD; ++u) {
                 const bool here = i + u < stop;
                 of[u] = here ? a.run[i + u] : 0;
-                row[u] = here ? widen(a.values[u64(a.order[i + u]) * a.width + column]) : 0.f;
+                row[u] = here ? widen(a.values[u64(a.order[i + u]) * a.width + column]) : 0;
             }
 #pragma unroll
             for (int u = 0; u < AHEAD; ++u) {
@@ -73,7 +76,7 @@ __device__ __forceinline__ void join_windows(const Rows& a) {
         const u32 run = a.run[stop - 1];
         if (a.run[stop] != run) continue;  // no run continues in the next window
         if (a.run[start] == run && start && a.run[start - 1] == run) continue;  // it began earlier
-        float sum = a.tail[id];
+        Sum sum = a.tail[id];
         for (u64 next = w + 1; stop < a.n && a.run[stop] == run; ++next, stop += WINDOW)
             sum += a.head[next * a.width + column];
         put(a, run, column, sum);

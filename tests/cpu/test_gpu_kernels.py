@@ -212,30 +212,31 @@ def test_indices_that_do_not_ascend(at: int, which: str) -> None:
 
 @given(
     st.integers(0, 400), st.integers(0, 5), st.sampled_from([1, 3, 300, 70_000, 1 << 33]),
-    st.sampled_from(GRIDS), st.integers(0, 1 << 30),
+    st.sampled_from(GRIDS), st.sampled_from(["float32", "float64"]), st.integers(0, 1 << 30),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_coalesced_rows(n: int, width: int, limit: int, grid: Any, seed: int) -> None:
+def test_coalesced_rows(n: int, width: int, limit: int, grid: Any, dtype: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     indices = rng.integers(0, limit, n).astype("int64" if limit > 1 << 31 else "int32")
-    values = rng.integers(-99, 100, (n, width)).astype(np.float32)  # sums of which are exact
+    values = rng.integers(-99, 100, (n, width)).astype(dtype)  # sums of which are exact
     calls = GpuKernels(HostKernels(*grid))
     same(calls.coalesce(indices, values, limit), kernels.coalesce(indices, values, limit))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_the_order_of_sums_is_that_of_the_windows(dtype: str) -> None:
     rng = np.random.default_rng(0)
     indices = np.sort(rng.integers(0, 4, 500)).astype(np.int32)
     values = rng.standard_normal((500, 3)).astype(dtype)
     _, sums = GpuKernels(HostKernels()).coalesce(indices, values, 4)
+    wide = np.float64 if dtype == "float64" else np.float32
     for run in range(4):
         positions = np.flatnonzero(indices == run)
-        total = np.zeros(3, np.float32)
+        total = np.zeros(3, wide)
         for window in np.unique(positions // gpu_rows.WINDOW):
-            part = np.zeros(3, np.float32)
+            part = np.zeros(3, wide)
             for i in positions[positions // gpu_rows.WINDOW == window]:
-                part = part + values[i].astype(np.float32)
+                part = part + values[i].astype(wide)
             total = total + part if total.any() else part
         assert sums[run].tolist() == total.astype(dtype).tolist()
 
@@ -374,6 +375,7 @@ def test_structs_are_those_of_the_device(file: str) -> None:
 CASES = [
     *((file, gpu.element(d)) for file in ("topk/select.cu", "merge/entries.cu", "rows/rows.cu")
       for d in ("float32", "float16", "bfloat16")),
+    ("rows/rows.cu", gpu.element("float64")),
     *(("merge/merge.cu", gpu.element(i, "INDEX")) for i in ("int32", "int64")),
     *(("rows/sort.cu", (*gpu.element(i, "INDEX"), f"-DKEY={k}"))
       for i in ("int32", "int64") for k in ("u32", "u64")),
