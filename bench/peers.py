@@ -50,6 +50,8 @@ def by_torch(
     import torch
     import torch.distributed as dist
 
+    from linkweave.collectives.training.transport import all_gather_single, reduce_scatter_single
+
     x, y = (a if isinstance(a, torch.Tensor) else torch.from_numpy(np.asarray(a))
             for a in (given, out))  # fmt: skip
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -60,8 +62,8 @@ def by_torch(
         "allreduce": lambda: dist.all_reduce(x, kind_of, group),
         "broadcast": lambda: dist.broadcast(x, 0, group),
         "reduce": lambda: dist.reduce(x, 0, kind_of, group),
-        "allgather": lambda: dist.all_gather_single(y.view(-1), x, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(y, x, kind_of, group),
+        "allgather": lambda: all_gather_single(y.view(-1), x, group=group),
+        "reduce_scatter": lambda: reduce_scatter_single(y, x, kind_of, group),
         "alltoall": lambda: dist.all_to_all_single(y, x, group=group),
         "alltoallv": lambda: dist.all_to_all_single(y, x, mine, mine, group=group),
         "gather": lambda: dist.gather(x, rows, group=group),

@@ -147,13 +147,16 @@ class Sharded(Trained):
         return weight.full_tensor().flatten(), weight.to_local().flatten().clone()
 
     def collectives(self) -> None:
-        import torch.distributed as dist
+        from linkweave.collectives.training.transport import (
+            all_gather_single,
+            reduce_scatter_single,
+        )
 
         whole, shard = self._layer
         for _ in range(2 * LAYERS):  # in each pass
-            dist.all_gather_single(whole, shard, group=self._group)
+            all_gather_single(whole, shard, group=self._group)
         for _ in range(LAYERS):
-            dist.reduce_scatter_single(shard, whole, group=self._group)
+            reduce_scatter_single(shard, whole, group=self._group)
 
 
 def send_nothing(state, bucket):  # DDP refuses annotations that are text

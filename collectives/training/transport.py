@@ -33,6 +33,10 @@ from linkweave.topology.checks import shown
 Counts = Sequence[Sequence[int]]
 """How many elements each rank sends to each rank: `counts[src][dst]`."""
 
+# torch has these names since 2.13, and warns of those before
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Queue(Protocol):
     """An all-reduce under way whose layers become final one after another."""
@@ -290,7 +294,7 @@ class OverGroup:
         whole, mine, rest = share_of(x, self.rank, self.size)
         if mine.numel() and self._on_nccl(x):
             found = torch.empty_like(mine)
-            dist.reduce_scatter_single(found, whole, dist.ReduceOp.AVG, self._lanes[lane])
+            reduce_scatter_single(found, whole, dist.ReduceOp.AVG, self._lanes[lane])
             mine.copy_(found)
         elif mine.numel():  # gloo's reduce-scatter is an all-reduce inside, which takes twice this
             rows = torch.empty_like(whole)
@@ -303,7 +307,7 @@ class OverGroup:
     def gather(self, lane: int, x: torch.Tensor) -> None:
         whole, mine, _ = share_of(x, self.rank, self.size)
         if mine.numel():
-            dist.all_gather_single(whole, mine.clone(), group=self._lanes[lane])
+            all_gather_single(whole, mine.clone(), group=self._lanes[lane])
 
     def _on_nccl(self, x: torch.Tensor) -> bool:
         return x.is_cuda and self._backend(x.device).name() == "nccl"
@@ -348,7 +352,7 @@ class OverGroup:
 
     def allgather(self, lane: int, x: torch.Tensor) -> torch.Tensor:
         every = x.new_empty((self.size, *x.shape))
-        dist.all_gather_single(every.view(-1), x.view(-1), group=self._lanes[lane])
+        all_gather_single(every.view(-1), x.view(-1), group=self._lanes[lane])
         return every
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:

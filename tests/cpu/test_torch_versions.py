@@ -49,7 +49,7 @@ def python(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Python]:
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 
-    tests = ["pytest", "pytest-timeout", "hypothesis", "expecttest"]
+    tests = ["pytest", "pytest-timeout", "hypothesis", "expecttest", "scikit-learn"]
     done = run("-m", "pip", "install", "--quiet", f"torch=={request.param}", *own, *tests)
     assert done.returncode == 0, done.stderr
     yield run
@@ -74,6 +74,15 @@ def test_an_older_version_is_refused_by_the_backend_alone(python: Python) -> Non
     done = python("-c", RUN)
     assert "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]" in done.stdout
     assert "2.9.1" in done.stderr and "2.13" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("python", ["2.10.0"], indirect=True)
+def test_the_version_for_older_gpus_trains(python: Python) -> None:
+    """By schedules and exchanges whose collectives had other names in torch."""
+    files = ["transports", "training", "gtopk_training", "embedding_training", "gtopk_hook"]
+    words = ["-q", "-m", "not slow", *(f"tests/cpu/test_{name}.py" for name in files)]
+    done = python("-m", "pytest", *words)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(
