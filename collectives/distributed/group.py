@@ -24,6 +24,7 @@ from linkweave.collectives.cluster.gloo import OPS, gloo_group
 from linkweave.collectives.cluster.join import Job, meet
 from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine
 from linkweave.collectives.runtime.diagnose import RAISED
+from linkweave.collectives.runtime.tensors import read_here
 from linkweave.collectives.settings import Settings
 from linkweave.kernels.dtypes import DTYPES, ops_of
 
@@ -73,6 +74,7 @@ class Group(_Base):  # type: ignore[misc]
             raise
         self._others: dict[str, Any] = {"cpu": others}
         self._coalesced: list[Any] | None = None
+        self._messages: list[tuple[str, tuple[Any, ...]]] = []  # of NCCL, being coalesced
 
     @property
     def timeout(self) -> timedelta:
@@ -291,11 +293,26 @@ class Group(_Base):  # type: ignore[misc]
         pairs = zip(zip(*outputs, strict=True), given, strict=True)
         return _together([self.allgather([[*out]], [x], opts) for out, x in pairs], given)
 
+    supports_coalescing = True
+
+    def _get_backend(self, device: Any) -> Group:
+        """Where torch (since 2.14) asks whether messages may be coalesced."""
+        return self
+
     def _start_coalescing(self, device: Any) -> None:
-        self._coalesced = []
+        self._coalesced, self._messages = [], []
 
     def _end_coalescing(self, device: Any) -> Any:
         works, self._coalesced = self._coalesced or [], None
+        messages, self._messages = self._messages, []
+        if messages:  # one by one, a send would hold up the receive from the same rank
+            nccl = self._other("cuda")
+            nccl._start_coalescing(device)
+            try:
+                for name, arguments in messages:
+                    getattr(nccl, name)(*arguments)
+            finally:
+                works.append(nccl._end_coalescing(device))
         return _together(works, [])
 
     # ---- what goes to gloo or NCCL -----------------------------------------------------------
@@ -353,6 +370,9 @@ class Group(_Base):  # type: ignore[misc]
 
     def _delegate(self, name: str, x: Any, *arguments: Any) -> Any:
         """Make a call of gloo's or NCCL's group, by the device of `x`."""
+        if x.is_cuda and name in _MESSAGES and self._coalesced is not None:
+            self._messages.append((name, arguments))
+            return None
         call = getattr(self._other(x.device.type), name)
         nccl_only = isinstance(self.communicator, ClusterCommunicator)
         if x.is_cuda and not nccl_only and name not in _MESSAGES:
@@ -450,6 +470,7 @@ def _spread(parts: Any, outputs: Tensors) -> None:
     with torch.no_grad():
         for part, output in zip(parts, outputs, strict=True):
             output.copy_(part.view(output.shape))
+            read_here(part)
 
 
 @cache

@@ -220,8 +220,16 @@ def _nothing() -> None:
 def _copy_back(to: Any, source: Any) -> Callable[[], None]:
     def copy() -> None:
         to[...] = source
+        read_here(source)
 
     return copy
+
+
+def read_here(x: Any) -> None:
+    """Keep the memory of a torch tensor from other use until the current stream, which reads it,
+    has come so far: torch made the tensor on another stream, perhaps."""
+    if is_torch(x) and x.is_cuda:
+        x.record_stream(sys.modules["torch"].cuda.current_stream(x.device))
 
 
 class Block:

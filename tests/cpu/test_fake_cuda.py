@@ -38,12 +38,14 @@ class Recorder:
 
 
 @pytest.fixture
-def group() -> Iterator[Any]:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Rank 0 of two, whose CUDA calls all go to linkweave."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
     made: Any = Group.__new__(Group)
     torch.distributed.ProcessGroup.__init__(made, 0, SIZE)
     made.communicator, made.engine = Recorder(), CudaEngine(True, "asked for")
-    made._others, made._coalesced = {}, None
+    made._others, made._coalesced, made._messages = {}, None, []
     with FakeTensorMode():
         yield made
 
@@ -97,6 +99,33 @@ def test_uneven_rows_go_to_nccl_where_figures_choose(group: Any) -> None:
     assert said == ["alltoall_base", "alltoall"] and not group.communicator.made
     group.all_to_all_single(on_gpu(6), on_gpu(6), [], [])
     assert group.communicator.made == ["alltoall"]
+
+
+class Nccl:
+    """What NCCL's group is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.asked.append(name)
+            return SimpleNamespace(wait=lambda timeout: True, is_completed=lambda: True)
+
+        return call
+
+
+def test_messages_that_cross_are_sent_and_received_at_once(group: Any) -> None:
+    """By themselves, two ranks that first send to each other would both wait to receive."""
+    group._others["cuda"] = nccl = Nccl()
+    group._start_coalescing(torch.device("cuda", 0))
+    assert group.send([on_gpu(6)], 1) is None and group.recv([on_gpu(6)], 1) is None
+    assert not nccl.asked
+    group._end_coalescing(torch.device("cuda", 0)).wait()
+    assert nccl.asked == ["_start_coalescing", "send", "recv", "_end_coalescing"]
+    group.send([on_gpu(6)], 1).wait(None)
+    assert nccl.asked[4:] == ["send"]
+    assert group._get_backend(torch.device("cuda", 0)).supports_coalescing
 
 
 def test_a_value_that_is_read_would_be_seen(group: Any) -> None:
