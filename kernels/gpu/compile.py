@@ -12,10 +12,14 @@ from pathlib import Path
 
 
 def cubin(source: str, options: tuple[str, ...], architecture: int) -> bytes:
-    """Machine code for sm_`architecture`. Raises RuntimeError with the compiler's messages."""
+    """Machine code that GPUs of sm_`architecture` run: a compiler that is older than the GPU makes
+    that of its latest architecture of the same generation. Raises RuntimeError with the compiler's
+    messages."""
     from cupy_backends.cuda.libs import nvrtc
 
-    words = (*options, f"-arch=sm_{architecture}")
+    same = [a for a in nvrtc.getSupportedArchs() if a // 10 == architecture // 10]
+    known = max((a for a in same if a <= architecture), default=architecture)
+    words = (*options, f"-arch=sm_{known}")
     key = hashlib.sha256(repr((nvrtc.getVersion(), words, source)).encode()).hexdigest()
     try:
         path = _folder() / f"{key}.cubin"

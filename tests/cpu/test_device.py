@@ -222,8 +222,9 @@ def test_the_default_stream_is_never_asked_whether_it_is_captured(runtime: Runti
 
 @pytest.mark.parametrize(
     ("access", "error", "wanted"),
-    [(0, None, False), (1, None, True), (1, "cudaErrorPeerAccessAlreadyEnabled: x", True)],
-)
+    [(0, None, False), (1, None, True), (1, "cudaErrorPeerAccessAlreadyEnabled: x", True),
+     (1, "cudaErrorTooManyPeers: peer mapping resources exhausted", False)],
+)  # fmt: skip
 def test_access_to_a_peer(access: int, error: str | None, wanted: bool, runtime: Runtime) -> None:
     runtime.answers["deviceCanAccessPeer"] = access
     runtime.answers["deviceEnablePeerAccess"] = CUDARuntimeError(error) if error else 0
@@ -232,6 +233,6 @@ def test_access_to_a_peer(access: int, error: str | None, wanted: bool, runtime:
 
 def test_other_faults_of_peer_access_are_raised(runtime: Runtime) -> None:
     runtime.answers["deviceCanAccessPeer"] = 1
-    runtime.answers["deviceEnablePeerAccess"] = CUDARuntimeError("cudaErrorTooManyPeers")
-    with pytest.raises(RuntimeError, match=r"TooManyPeers"):
+    runtime.answers["deviceEnablePeerAccess"] = CUDARuntimeError("cudaErrorHardwareStackError")
+    with pytest.raises(RuntimeError, match=r"HardwareStackError"):
         CudaDevice(0).enable_peer_access(1)

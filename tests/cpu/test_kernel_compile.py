@@ -138,6 +138,9 @@ class FakeNvrtc:
     def getVersion(self) -> tuple[int, int]:
         return 12, 9
 
+    def getSupportedArchs(self) -> list[int]:
+        return [75, 80, 86, 90, 100, 120]
+
     def createProgram(self, text: str, name: str, headers: object, names: object) -> str:
         return text
 
@@ -156,15 +159,19 @@ class FakeNvrtc:
         pass
 
 
-def test_on_a_gpu_it_is_compiled_with_these_options_alone_and_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nvrtc = FakeNvrtc()
+def given_to_cupy(nvrtc: FakeNvrtc, monkeypatch: pytest.MonkeyPatch) -> FakeNvrtc:
     libs = SimpleNamespace(nvrtc=nvrtc)
     names = {"cupy_backends": SimpleNamespace(), "cupy_backends.cuda": SimpleNamespace(),
              "cupy_backends.cuda.libs": libs, "cupy_backends.cuda.libs.nvrtc": nvrtc}  # fmt: skip
     for name, module in names.items():
         monkeypatch.setitem(sys.modules, name, module)
+    return nvrtc
+
+
+def test_on_a_gpu_it_is_compiled_with_these_options_alone_and_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvrtc = given_to_cupy(FakeNvrtc(), monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = options("float32", "sum")
     for _ in range(2):
@@ -177,3 +184,14 @@ def test_on_a_gpu_it_is_compiled_with_these_options_alone_and_once(
     assert cubin("source", words, 80) == b"code of source"
     with pytest.raises(RuntimeError, match=r"NVRTC_ERROR_COMPILATION \(6\): error in wrong"):
         cubin("wrong", words, 80)
+
+
+@pytest.mark.parametrize(("gpu", "made"), [(103, 100), (121, 120), (86, 86), (70, 70), (110, 110)])
+def test_a_gpu_that_nvrtc_does_not_know_gets_code_of_its_generation(
+    gpu: int, made: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """If there is none, NVRTC's own error says so."""
+    nvrtc = given_to_cupy(FakeNvrtc(), monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cubin("source", (), gpu)
+    assert nvrtc.compiled == [("source", (f"-arch=sm_{made}",))]
