@@ -7,6 +7,7 @@ the caller's stream.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -105,7 +106,7 @@ class GpuCalls(GpuLauncher):
         event = self.device.make_event()
         self.device.record(event, stream)
         kind = GpuWork if context.layers is None else GpuQueue
-        work = kind(self, context, x, result, event, bool(capture))
+        work = kind(self, context, x, result, event, capture)
         if capture:  # the graph needs them until the end
             self._captured.append(event)
             self._in_graphs.append(context)
@@ -118,7 +119,12 @@ class GpuCalls(GpuLauncher):
 
         Does not wait for replays of graphs. Must not be called during a capture.
         """
-        until(lambda: self.ready(self._done))
+
+        def over() -> bool:
+            self.quick_check()  # what has failed may never be over
+            return self.ready(self._done)
+
+        until(over)
         self.check()
 
     def lead(self, stream: int) -> None:
@@ -320,31 +326,43 @@ class GpuWork:
     """`Work` of a call on a side stream. Keeps the call's tensors alive until it has finished."""
 
     def __init__(
-        self, gpu: GpuLauncher, context: GpuContext, x: Any, result: Any, event: int, captured: bool
+        self, gpu: GpuLauncher, context: GpuContext, x: Any, result: Any, event: int, captured: int
     ) -> None:
         self._gpu, self._context, self._x, self._result = gpu, context, x, result
         self._event: int | None = event  # recorded behind the call
-        self._captured = captured
+        self._captured = captured  # the id of the capture, or 0
+        self._lock = threading.Lock()  # a call of another thread may free the event
 
     def wait(self, timeout: float | None = None) -> Any:
         """Make the current stream wait for the call and return the call's result.
 
         Work enqueued on the current stream after this call waits for the collective. The host
-        blocks only if `timeout` (seconds) is given. Raises errors known so far, or
-        CollectiveTimeout.
+        blocks only if `timeout` (seconds) is given. Raises errors known so far, CollectiveTimeout,
+        or CollectiveError on the other side of the begin or the end of a capture.
         """
         if timeout is not None:
             until(self.done, timeout)
+        device, stream, crosses = self._gpu.device, stream_of(self._x), False
         with self._gpu.using(known=timeout is None):  # who waits learns of all
-            if self._event is not None:
-                self._gpu.device.wait(self._event, stream_of(self._x))
-            self._context.finish()
+            with self._lock:
+                if self._event is not None:
+                    crosses = device.capturing(stream) != self._captured
+                    if not crosses:
+                        device.wait(self._event, stream)
+            if not crosses:
+                self._context.finish()
+        if crosses:
+            raise CollectiveError(
+                "a captured call can only be waited for within the same capture"
+                if self._captured else "wait for this call before the capture begins"
+            )  # fmt: skip
         return self._result
 
     def done(self) -> bool:
         if self._captured:
             raise CollectiveError("a captured call is not done before the graph's replay is")
-        return self._event is None or self._gpu.ready(self._event)
+        with self._lock:
+            return self._event is None or self._gpu.ready(self._event)
 
     def over(self) -> bool:
         """Whether nothing of the call is running; if so, its event is freed."""
@@ -354,10 +372,11 @@ class GpuWork:
         return False
 
     def free(self) -> None:
-        if self._event is not None:
-            self._gpu.device.free_event(self._event)
-            self._context.free()
-            self._event = None
+        with self._lock:
+            if self._event is not None:
+                self._gpu.device.free_event(self._event)
+                self._context.free()
+                self._event = None
 
 
 class GpuQueue(GpuWork):

@@ -195,7 +195,8 @@ def beside_nccl(rank: int, machine: Machine, nccl: Nccl, ordered: bool, first: s
 def test_calls_of_both_engines_take_turns(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, partial(Numbered, multiprocessors=3)) as machine:
         arguments = (machine, Nccl(), True, first)
-        found = collectives.spawn(beside_nccl, 2, "mesh-2", arguments, device="cuda", virtual=True)
+        found = collectives.spawn(beside_nccl, 2, "mesh-2", arguments, device="cuda", virtual=True,
+                                  max_blocks=1000)  # fmt: skip
     assert found == [4.0] * 2
 
 
@@ -208,7 +209,7 @@ def test_without_an_order_they_wait_for_each_other(monkeypatch: pytest.MonkeyPat
             with pytest.raises(collectives.CollectiveError, match="waits for"):
                 collectives.spawn(
                     beside_nccl, 2, "mesh-2", (machine, nccl, False, "linkweave"), device="cuda",
-                    virtual=True, timeout=3,
+                    virtual=True, timeout=3, max_blocks=1000,
                 )  # fmt: skip
         finally:
             nccl.both.abort()

@@ -158,6 +158,29 @@ def what_is_said(call: Any) -> str:
 
 
 @on_gpus(2, "processes on one GPU")
+def test_a_call_is_waited_for_on_its_side_of_a_capture(rank: int, machine: Machine) -> None:
+    comm, device = get_default(), machine.ours()[0]
+    x = tensor([1.0] * 5, stream=9)
+    comm.allreduce(x)
+    comm.allreduce(x, async_op=True).wait()
+    before = comm.allreduce(x, async_op=True)
+    device.captured[9] = 1
+    said = [what_is_said(before.wait)]
+    within = comm.allreduce(x, async_op=True)
+    said.append(what_is_said(within.wait))
+    device.captured.clear()
+    said.append(what_is_said(within.wait))
+    assert said == [
+        "wait for this call before the capture begins",
+        "no error",
+        "a captured call can only be waited for within the same capture",
+    ]
+    before.wait()
+    comm.allreduce(x)
+    comm.synchronize()
+
+
+@on_gpus(2, "processes on one GPU")
 def test_what_needs_the_other_ranks_is_not_captured(rank: int, machine: Machine) -> None:
     comm = get_default()
     device = machine.ours()[0]

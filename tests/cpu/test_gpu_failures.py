@@ -373,8 +373,8 @@ def most_blocks(rank: int, machine: Machine) -> tuple[float, float]:
 
 def test_processes_that_share_a_gpu_fit_on_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, lambda index: Numbered(index, multiprocessors=5)) as machine:
-        alone = collectives.spawn(most_blocks, 2, "mesh-2", (machine,), device="cuda")
-        shared = collectives.spawn(most_blocks, 2, "mesh-2", (machine,), device="cuda:0")
+        run = partial(collectives.spawn, most_blocks, 2, "mesh-2", (machine,), max_blocks=1000)
+        alone, shared = run(device="cuda"), run(device="cuda:0")
     assert min(blocks for blocks, _ in alone) > 0.5
     assert 0.25 < sum(blocks for blocks, _ in shared) <= 1
     assert [sharing for _, sharing in (*alone, *shared)] == [1, 1, 2, 2]
@@ -437,6 +437,36 @@ def test_gpus_of_one_process_without_peer_access_are_refused_where_that_is_said(
     ):
         collectives.spawn(killed, 2, "mesh-2", (".",), peer_access="require",
                           **MODES["a thread a GPU"])  # fmt: skip
+
+
+class Alone(Numbered):
+    def enable_peer_access(self, peer: int) -> bool:
+        return False
+
+
+@on_gpus(2, "a thread a GPU", make=Alone, peer_access="require")
+def test_parts_of_threads_are_refused_host_memory_too(rank: int) -> None:
+    comm = get_default()
+    for part in (comm.split(), *comm.lanes(1)):
+        error = failure(lambda part=part: [part.allreduce(tensor([1.0])), part.synchronize()])
+        assert "peer_access='require' forbids host memory" in str(error)
+
+
+@on_gpus(2, "a process a GPU", timeout=100)
+def test_what_has_failed_is_not_waited_for(rank: int, machine: Machine) -> None:
+    """Rank 0's launch is stuck behind another one's kernel until the test ends."""
+    comm, stuck = get_default(), threading.Event()
+    comm.allreduce(x := tensor([1.0], stream=5))
+    comm.synchronize()
+    hurry(comm, 1)
+    if rank == 0:
+        machine(0)._enqueue(5, lambda: stuck.wait(100))
+    comm.allreduce(x)
+    start = time.monotonic()
+    error = failure(comm.synchronize)
+    stuck.set()
+    assert isinstance(error, (CollectiveTimeout, CollectiveAborted)), error
+    assert time.monotonic() - start < 60
 
 
 @on_gpus(2, "processes on one GPU", timeout=60)

@@ -83,15 +83,17 @@ def test_blocks_beyond_the_device_are_refused_and_a_cap_is_kept() -> None:
 
 @pytest.mark.parametrize(("machine", "tracks"), [("dgx1-v100", 34), ("dgx-h100", 15)])
 def test_launches_leave_room_by_default(machine: str, tracks: int) -> None:
-    """A rank's launch has at most 80 blocks, where a GPU holds 264; only a plan of more tracks has
-    more."""
+    """A rank's launch has at most 80 blocks, or a fifth of what its GPU holds; only a plan of more
+    tracks has more."""
     plan = plan_allreduce(load(machine), 1 << 26)
     assert max(sum(t.rank == rank for t in plan.tracks) for rank in range(8)) == tracks
-    alone = [((rank,), 264) for rank in range(8)]
-    assert executor.width_of(plan, alone) == executor.MOST_BLOCKS // tracks
+    alone = [((rank,), 444) for rank in range(8)]
+    assert executor.width_of(plan, alone) == 80 // tracks
     assert executor.width_of(plan, alone, 264) == 264 // tracks
+    v100 = [((rank,), 237) for rank in range(8)]
+    assert executor.width_of(plan, v100) == 47 // tracks
     together = [((*range(8),), 2640)]
-    assert executor.width_of(plan, together) == 8 * executor.MOST_BLOCKS // len(plan.tracks)
+    assert executor.width_of(plan, together) == 8 * 80 // len(plan.tracks)
     short = [((rank,), tracks) for rank in range(8)]
     assert executor.width_of(plan, short) == 1
     with patch.object(executor, "MOST_BLOCKS", tracks - 1):

@@ -35,7 +35,7 @@ def two_lanes(n: int = 40_000) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize(
     ("machine", "fits", "n", "max_blocks"),
-    [(SMALL, False, 40_000, None), (Numbered, True, 40_000, 8), (Numbered, True, 256, None)],
+    [(SMALL, False, 40_000, 1000), (Numbered, True, 40_000, 8), (Numbered, True, 256, None)],
     indirect=["machine"],
 )
 @on_gpus(2, "a thread a GPU", "a process a GPU", params=["max_blocks"], timeout=60)
@@ -110,7 +110,7 @@ def test_processes_with_opposite_orders_run_into_their_deadline(
     """The first one that gives up makes room, so the others may still complete."""
     with gpus(monkeypatch, SMALL):
         found = collectives.spawn(
-            in_opposite_orders, 2, "mesh-2", timeout=60, **MODES["a process a GPU"]
+            in_opposite_orders, 2, "mesh-2", timeout=60, max_blocks=1000, **MODES["a process a GPU"]
         )
     late = [error for error in found if isinstance(error, CollectiveTimeout)]
     assert late

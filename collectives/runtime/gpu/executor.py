@@ -42,13 +42,14 @@ Occupancy = tuple[tuple[int, ...], int]
 """(ranks that share a launch, thread blocks that can be resident on their GPU at once)."""
 
 
-MOST_BLOCKS = 80
-"""Thread blocks of each rank in a launch, if `max_blocks` tells no other number: room for a model's
-kernels and for other communicators. Four ranks on one H100, over links of 25 GB/s, took the same
-time with 28 blocks in all as with 224, and with 14 moved 41 GB/s into and out of each rank, 12 GB/s
-a block: so 39 would fill 18 links of 25 GB/s, if they answer as fast as memory. Beside products of
-matrices, 224 blocks on the GPU left hidden 33 % of the shorter time, 112 left 54 % and 56 left
-64 %. A DGX-1's packed trees, 34 tracks, get two blocks each."""
+MOST_BLOCKS, SHARE = 80, 5
+"""Thread blocks of each rank in a launch, if `max_blocks` tells no other number: so many, or this
+part of those that the GPU holds, which are three a multiprocessor. That leaves two multiprocessors
+in five without any, for a model's kernels, for NCCL's and for other communicators. Four ranks on
+one H100, over links of 25 GB/s, took the same time with 28 blocks in all as with 224, and with 14
+moved 41 GB/s into and out of each rank, 12 GB/s a block: so 39 would fill 18 links of 25 GB/s, if
+they answer as fast as memory. Beside products of matrices, 224 blocks on its 132 multiprocessors
+left hidden 33 % of the shorter time, 112 left 54 % and 56 left 64 %."""
 
 Arguments = tuple[Device, NDArray[np.void], int]
 """(GPU, argument of its launch, thread blocks)."""
@@ -115,7 +116,8 @@ class GpuRanks:
     def like(self, devices: Sequence[Device]) -> GpuRanks:
         """New ranks on these devices, with the same limits and with memory of their own."""
         ranks = dict(enumerate(devices))
-        memory = LocalMemory(devices, quiet=True)
+        assert isinstance(self._memory, LocalMemory)  # of ranks that are threads
+        memory = self._memory.like(devices)
         return GpuRanks(ranks, memory, self.timeout, self.max_blocks, self.settings)
 
     def allocate_symmetric(self, nbytes: int) -> SymmetricMemory:
@@ -361,13 +363,14 @@ class GpuRanks:
 def width_of(plan: Plan, occupancies: Iterable[Occupancy], max_blocks: int | None = None) -> int:
     """The most thread blocks per track that can be resident on every GPU.
 
-    `max_blocks` caps the thread blocks of a launch; by default, `MOST_BLOCKS` of each rank do, but
-    for plans of more tracks. Raises CollectiveError if not even one block per track fits.
+    `max_blocks` caps the thread blocks of a launch; by default, `MOST_BLOCKS` or a part of the GPU
+    for each rank do, but for plans of more tracks. Raises CollectiveError if not even one block per
+    track fits.
     """
     found = []
     for ranks, resident in occupancies:
         tracks = sum(s.rank in ranks for s in plan.tracks)
-        usual = max(tracks, MOST_BLOCKS * len(ranks))
+        usual = max(tracks, min(MOST_BLOCKS, resident // SHARE) * len(ranks))
         most = min(resident, usual if max_blocks is None else max_blocks)
         if tracks > most:
             raise CollectiveError(

@@ -183,6 +183,10 @@ class LocalMemory:
         addresses = tuple(lease.address for lease in leases.values())
         return SymmetricMemory(nbytes, addresses, self._unseen, leases)
 
+    def like(self, devices: Sequence[Device]) -> LocalMemory:
+        """Memory for some of these ranks, by the same rules."""
+        return LocalMemory(devices, self._required, quiet=True)
+
     def close(self) -> None:
         with ExitStack() as last:
             while self._made:
