@@ -38,6 +38,7 @@ from linkweave.collectives.training.stepping import refuse_another_scaler, stepp
 from linkweave.collectives.training.transport import Transport, transport_of
 from linkweave.collectives.training.tuner import Tuner
 from linkweave.collectives.training.update import LossScale, groups_of, loss_scale_of
+from linkweave.kernels.gpu.triton_host import check_triton
 
 log = logging.getLogger("linkweave")
 
@@ -116,6 +117,8 @@ class DataParallel(nn.Module):
             self._follow_states(optimizers, self._loaded(optimizers))
             return
         try:
+            if device == "cuda":
+                check_triton()  # while other ranks can be told, not at the first update
             self._join(transport, module, optimizers, schedule, chained, exchange,
                        broadcast_buffers, check_divergence, reduce_dtype, scale)  # fmt: skip
         except BaseException:

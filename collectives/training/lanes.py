@@ -307,7 +307,8 @@ class StreamLanes:
         self._exchange, self._units = exchange, gradients.units
         self._device = device = gradients.units[0].device
         make: Any = torch.cuda.Stream
-        self._streams = [make(device) for _ in range(program.lanes)]
+        # with priority, so that blocks of a model's kernels that wait for room begin after theirs
+        self._streams = [make(device, priority=-1) for _ in range(program.lanes)]
         self._packing = [
             Packing(transport, gradients, program, exchange.dtype) for _ in self._streams
         ]

@@ -167,7 +167,7 @@ def recording() -> Iterator[Graph]:
     record = Stream.record_event
     with ExitStack() as last:
         for where, name, what in (
-            (torch.cuda, "Stream", lambda device: graph.stream(next(made))),
+            (torch.cuda, "Stream", lambda device, priority: graph.stream(next(made))),
             (torch.cuda, "stream", inside),
             (torch.cuda, "current_stream", lambda device=None: graph.current[-1]),
             (torch.Tensor, "record_stream", lambda x, stream: None),

@@ -7,6 +7,7 @@ with a CUDA build they are on a GPU.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from linkweave import GTopK
+from linkweave import DataParallel, GTopK
 from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training import data_parallel
 from linkweave.collectives.training.embedding import exchange as rows_exchange
 from linkweave.collectives.training.embedding.exchange import RowExchange
 from linkweave.collectives.training.embedding.optimizer import Embeddings, RowOptimizer
@@ -105,6 +107,25 @@ def a_step(transport: Transport, exchange_of: Callable[[GradientBuffers], Exchan
         lanes.ready(number)
     lanes.wait_all()
     return exchange
+
+
+def test_a_host_where_triton_cannot_launch_is_told_of_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Runtime:
+        @property
+        def driver(self) -> Any:
+            raise RuntimeError("Failed to find C compiler")
+
+    closed = []
+    transport = SimpleNamespace(close=lambda: closed.append("transport"))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(runtime=Runtime()))
+    monkeypatch.setattr(data_parallel, "transport_of", lambda group, device: transport)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.empty(3, device="cuda"))
+    with pytest.raises(RuntimeError, match=r"find C compiler.*gcc.*python3-dev"):
+        DataParallel(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert closed == ["transport"]
 
 
 def scaled() -> LossScale:

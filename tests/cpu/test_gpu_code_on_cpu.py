@@ -100,7 +100,7 @@ def trained(kind: str, seed: int, prefetches: bool, transport: ThreadTransport) 
 
 
 class Stream:
-    def __init__(self, device: Any = None) -> None: ...
+    def __init__(self, device: Any = None, priority: int = 0) -> None: ...
 
     def record_event(self) -> Stream:
         return self

@@ -182,7 +182,7 @@ class RowLane:
             return going
         self._complete()
         if self._stream is None:
-            self._stream = cast(Any, torch.cuda.Stream)(self._exchange.device)
+            self._stream = cast(Any, torch.cuda.Stream)(self._exchange.device, priority=-1)
         self._before = torch.cuda.current_stream(self._exchange.device).record_event()
         if follows:
             self.follow()

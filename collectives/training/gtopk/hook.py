@@ -83,7 +83,7 @@ class GTopKState:
         """On a GPU, the lane is a stream beside that of the backward pass; the host waits for
         nothing."""
         if self._stream is None:
-            self._stream = cast(Any, torch.cuda.Stream)(x.device)
+            self._stream = cast(Any, torch.cuda.Stream)(x.device, priority=-1)
             self._run_on("cuda")
         self._stream.wait_event(torch.cuda.current_stream(x.device).record_event())
         with torch.cuda.stream(self._stream):
