@@ -113,6 +113,8 @@ def end_at_once(*_: object) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["selftest"]:  # which then ends its processes and writes its report
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     if sys.argv[1:2] not in (["bench"], ["demo"], ["selftest"]):  # those have processes to stop
         signal.signal(signal.SIGINT, end_at_once)
     try:

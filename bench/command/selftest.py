@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,19 +33,25 @@ from linkweave.bench.gpu.api import (
 )
 from linkweave.bench.gpu.calls import beside_nccl
 from linkweave.bench.gpu.meter import Meter
-from linkweave.bench.gpu.runner import Failed, Result, Row, in_process, write
+from linkweave.bench.gpu.runner import Failed, Result, Row, Wrong, in_process, write
 from linkweave.bench.gpu.sparse import SparseRows, sparse_ranks
-from linkweave.bench.gpu.train import train
+from linkweave.bench.gpu.train import DDP, train
+from linkweave.bench.gpu.triton import TritonRows
 from linkweave.bench.timing import machine
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.runtime.gpu.doctor import Check, examine
 from linkweave.collectives.runtime.gpu.driver import CudaDriver, CudaError
 from linkweave.kernels.gpu.device import OLDEST, CudaDevice
+from linkweave.torch_backend import OLDEST as OLDEST_TORCH
 
 PASS, FAIL, EXCEPT = 0, 1, 3  # the exit status; 2 is that of a command that cannot be carried out
+INTERRUPTED = 130
+TOOLCHAIN = "toolchain"
 SIZES = (1, 2048, 30_000)  # elements
+TRITON_ELEMENTS = 1 << 17
 LOOK_S = 120.0
-REPORT = "send us the file of --report"
+REPORT = "run it again with --report FILE, and send us the file"
+SHOWN = 300  # characters of an error in the table; the report has all
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,8 @@ class Found:
     seconds: float
     detail: str
     remedy: str = ""
+    about: Result = field(default_factory=dict)
+    """What was measured, and what the test wrote to stderr."""
 
     def __str__(self) -> str:
         line = f"{self.state:9}{self.seconds:6.1f} s  {self.name}"
@@ -70,13 +80,13 @@ def look() -> Result:
     return {"checks": [asdict(check) for check in examine()], "gpus": count}
 
 
-def choose(asked: str, count: int) -> int:
-    """How many of `count` GPUs to test: `asked` is "all", "none", or indices such as "0,2", which
+def choose(asked: str, count: int) -> list[int]:
+    """Which of `count` GPUs to test: `asked` is "all", "none", or indices such as "0,2", which
     become the only ones that this process's children see. Raises CollectiveError."""
     if asked in ("all", "none"):
-        return count if asked == "all" else 0
+        return [*range(count)] if asked == "all" else []
     words = asked.split(",")
-    if not all(word.isdigit() and int(word) < count for word in words):
+    if not all(word.isascii() and word.isdigit() and int(word) < count for word in words):
         raise CollectiveError(
             f"--gpus takes all, none, or indices such as 0,1; here are {count} GPUs, not {asked!r}"
         )
@@ -84,17 +94,18 @@ def choose(asked: str, count: int) -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = visible if visible != [""] else list(map(str, range(count)))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in chosen)
-    return len(chosen)
+    return chosen
 
 
-def tests(gpus: int) -> Iterator[Row]:
+def tests(gpus: Sequence[int]) -> Iterator[Row]:
+    """Those of the CPU, of each GPU by itself, of ranks on the first GPU, and between GPUs."""
     yield from _of_cpus()
-    for gpu in range(gpus):
-        yield from _of_a_gpu(gpu)
+    for i, number in enumerate(gpus):
+        yield from _of_a_gpu(i, f"GPU {number}, ")
     if gpus:
-        yield from _of_ranks()
-    if gpus > 1:
-        yield from _between(gpus)
+        yield from _of_ranks(f"GPU {gpus[0]}, ")
+    if len(gpus) > 1:
+        yield from _between(len(gpus), f"{len(gpus)} GPUs, ")
 
 
 def _test(
@@ -104,36 +115,56 @@ def _test(
 
 
 def _of_cpus() -> Iterator[Row]:
-    libraries: tuple[Arrays, ...] = (NumpyArrays(), TorchTensors("cpu"))
+    libraries: tuple[Arrays, ...] = (NumpyArrays(), torch := TorchTensors("cpu"))
     # its limit is long, so that those of the others need not count it
-    yield _test("CPU kernels compile", 180, "the machine was busy: run it again",
-                run_ranks, libraries[0], 2, SIZES[:1], False)  # fmt: skip
+    yield _test("CPU kernels compile", 180, f"if the machine was busy, run it again; or {REPORT}",
+                run_ranks, libraries[find_spec("torch") is not None], 2, SIZES[:1],
+                False)  # fmt: skip
     for arrays in libraries:
         for n in (2, 3):
             yield _test(f"CPU ranks, {arrays.name}, {n}", 30, REPORT,
                         run_ranks, arrays, n, SIZES, False)  # fmt: skip
     yield _test("CPU ranks, one is killed", 15, REPORT, run_killed, libraries[0])
+    yield _test("CPU ranks, training, 2", 30, REPORT, train, torch, 2, "c-cube", "cpu")
+    if has_backend():
+        yield _test("CPU ranks, DDP, 2", 30, REPORT, train, torch, 2, DDP, "cpu")
 
 
-def _of_a_gpu(gpu: int) -> Iterator[Row]:
-    yield _test(f"GPU {gpu}, toolchain", 15, "install one pairing: pip install "
-                "'linkweave[cuda12]' or 'linkweave[cuda13]', as the driver and torch have it",
+def has_backend() -> bool:
+    """Whether torch is one whose process groups linkweave can be; if there is none, its row says
+    so."""
+    try:
+        found = version("torch").split(".")[:2]
+    except PackageNotFoundError:
+        return True
+    return tuple(map(int, found)) >= OLDEST_TORCH
+
+
+def _of_a_gpu(gpu: int, on: str) -> Iterator[Row]:
+    yield _test(f"{on}{TOOLCHAIN}", 15, "install one pairing, in the folder of the sources: pip "
+                "install '.[cuda12]' or '.[cuda13]', as the driver and torch have it",
                 toolchain, gpu)  # fmt: skip
     meter = Meter(gpu=gpu)
     if gpu == 0:
-        yield _test("GPU 0, all kernels compile", 15, REPORT, plans.compiled, meter)
+        yield _test(f"{on}all kernels compile", 15, REPORT, plans.compiled, meter)
     for name, seconds, measure in (
         ("algorithms", 30, plans.algorithms), ("dtypes and ops", 15, plans.dtypes),
         ("abort", 10, plans.abort),
     ):  # fmt: skip
-        yield _test(f"GPU {gpu}, {name}", seconds, REPORT, measure, meter)
+        yield _test(f"{on}{name}", seconds, REPORT, measure, meter)
+    yield _test(f"{on}two launches at once", 10, "use no lanes or splits on GPUs, whose calls "
+                f"would wait for each other; and {REPORT}",
+                plans.side_by_side, meter)  # fmt: skip
+    yield _test(f"{on}Triton's kernels", 30, "install gcc and python3-dev if there is no C "
+                f"compiler; otherwise {REPORT}",
+                TritonRows(None, f"cuda:{gpu}", TRITON_ELEMENTS).correct)  # fmt: skip
 
 
-def _of_ranks() -> Iterator[Row]:
+def _of_ranks(on: str) -> Iterator[Row]:
     """Ranks on one GPU: threads, processes by IPC, and processes without IPC."""
     cupy, torch = CupyArrays(), TorchTensors()
     libraries: tuple[Arrays, ...] = (cupy, torch)
-    on, meter = "GPU 0, ", Meter()
+    meter = Meter()
     shared = ("processes cannot open each other's GPU memory: run them as one user in one PID "
               "namespace (containers: --pid=host --ipc=host), not in MIG slices")  # fmt: skip
     for arrays in libraries:
@@ -147,21 +178,30 @@ def _of_ranks() -> Iterator[Row]:
                 sparse_ranks, meter, cupy, 2, False, 0)  # fmt: skip
     yield _test(f"{on}a CUDA graph, 2 processes", 15, REPORT, run_graph, torch)
     yield _test(f"{on}training, 2 processes", 30, REPORT, train, torch, 2, "c-cube")
+    if has_backend():
+        yield _test(f"{on}DDP, 2 processes", 30, REPORT, train, torch, 2, DDP)
     yield _test(f"{on}gTop-k, 3 processes", 20, REPORT, systems.gtopk, torch, 3, "gtopk", 100_000)
     yield _test(
         f"{on}an embedding, 3 processes", 20, REPORT, systems.embedding, torch, 3, "Adagrad"
     )
 
 
-def _between(n: int) -> Iterator[Row]:
+def _between(n: int, on: str) -> Iterator[Row]:
     remedy = ("GPUs do not reach each other: check the IOMMU and PCIe ACS (`linkweave doctor`) "
               "and NVLink (nvidia-smi topo -m)")  # fmt: skip
     for arrays in (CupyArrays("cuda"), TorchTensors("cuda")):
         for virtual in (False, True):
             kind = "threads" if virtual else "processes"
-            yield _test(f"{n} GPUs, {kind}, {arrays.name}", 60, remedy,
+            yield _test(f"{on}{kind}, {arrays.name}", 60, remedy,
                         run_ranks, arrays, n, SIZES, virtual)  # fmt: skip
-    yield _test(f"{n} GPUs, beside NCCL", 60, remedy, beside_nccl, TorchTensors("cuda"), n)
+    cupy, torch = CupyArrays("cuda"), TorchTensors("cuda")
+    yield _test(f"{on}a process is killed", 15, remedy, run_killed, cupy)
+    yield _test(f"{on}sparse all-reduces", 30, remedy, sparse_ranks, Meter(), cupy, n, False, 0)
+    yield _test(f"{on}CUDA graphs", 15, remedy, run_graph, torch, n)
+    yield _test(f"{on}training", 60, remedy, train, torch, n, "c-cube")
+    yield _test(f"{on}gTop-k", 30, remedy, systems.gtopk, torch, n, "gtopk", 100_000)
+    yield _test(f"{on}an embedding", 30, remedy, systems.embedding, torch, n, "Adagrad")
+    yield _test(f"{on}beside NCCL", 60, remedy, beside_nccl, torch, n)
 
 
 def toolchain(gpu: int) -> Result:
@@ -205,14 +245,22 @@ def without_ipc(arrays: Arrays) -> Result:
 
 def ended(test: Row) -> Found:
     row = in_process(test, test.limit)
-    state, took = row["state"], row["took_s"]
+    state, took = row.pop("state"), row.pop("took_s")
     if state == "ok":
-        checked = row.get("checked")
-        return Found(test.name, "ok", took, f"{checked} results" if checked else "")
+        words = [f"{row['checked']} results"] if row.get("checked") else []
+        if skipped := row.get("skipped"):
+            words.append(f"{len(skipped)} need more thread blocks than this GPU holds")
+        if "is in host memory" in row.get("stderr", ""):
+            words.append("some GPUs share host memory")
+        return Found(test.name, "ok", took, "; ".join(words), about=row)
     kind, _, why = state.partition(": ")
     if kind == "left out":
-        return Found(test.name, kind, took, why)
-    return Found(test.name, "FAIL", took, why, test.remedy)
+        return Found(test.name, kind, took, why, about=row)
+    line = " ".join(why.split())
+    shown = line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."
+    # a wrong result says nothing of the machine
+    remedy = REPORT if re.search(rf"\b{Wrong.__name__}\b", line) else test.remedy
+    return Found(test.name, "FAIL", took, shown, remedy, row | {"state": state})
 
 
 def verdict(problems: Sequence[str], found: Sequence[Found]) -> tuple[str, int]:
@@ -234,24 +282,32 @@ def run(asked: str, out: TextIO, report: Path | None = None) -> int:
         seen = {"checks": [asdict(Check("machine", "problem", seen["state"], REPORT))], "gpus": 0}
         asked = "none"
     gpus = choose(asked, seen["gpus"])
+    where = f"CPU ranks and of {'GPU' if len(gpus) == 1 else 'GPUs'} " + ", ".join(map(str, gpus))
+    if not gpus:
+        where = f"CPU ranks; {'no GPU is here' if asked == 'all' else 'GPUs are left out'}"
     checks = [Check(**check) for check in seen["checks"]]
     for check in checks:
         print(check, file=out)
     problems = [f"{c.name}: {c.detail}; {c.remedy}" for c in checks if c.state == "problem"]
-    print(
-        f"\nTests of CPU ranks and {gpus} GPUs; the first compiles kernels, once:",
-        file=out,
-        flush=True,
-    )
-    found, start = [], time.monotonic()
-    for test in tests(gpus):
-        found.append(ended(test))
-        print(found[-1], file=out, flush=True)
-    words, status = verdict(problems, found)
+    print(f"\nTests of {where}. The first compiles kernels, once:", file=out, flush=True)
+    found, start, all_tests = list[Found](), time.monotonic(), [*tests(gpus)]
+    without = False  # a toolchain, on which all that needs a GPU depends
+    try:
+        for test in all_tests:
+            if without and "GPU" in test.name and not test.name.endswith(TOOLCHAIN):
+                found.append(Found(test.name, "left out", 0.0, "a toolchain has failed"))
+            else:
+                found.append(ended(test))
+            without |= test.name.endswith(TOOLCHAIN) and found[-1].state == "FAIL"
+            print(found[-1], file=out, flush=True)
+        words, status = verdict(problems, found)
+    except KeyboardInterrupt:
+        words, status = f"interrupted after {len(found)} of {len(all_tests)} tests", INTERRUPTED
     print(f"\n{time.monotonic() - start:.0f} s. {words}", file=out, flush=True)
     if report:
         write(report, {
-            "machine": machine(), "gpus": gpus, "verdict": words,
+            "machine": machine(), "linkweave": version("linkweave"), "arguments": sys.argv[1:],
+            "gpus": gpus, "verdict": words,
             "checks": seen["checks"], "tests": [asdict(row) for row in found],
         })  # fmt: skip
     return status

@@ -23,12 +23,13 @@ import numpy as np
 from linkweave import collectives
 from linkweave.bench.collectives import ours
 from linkweave.bench.gpu.meter import machine_of
-from linkweave.bench.gpu.runner import Failed, LeftOut, Result
+from linkweave.bench.gpu.runner import Failed, LeftOut, Result, Wrong
 from linkweave.bench.peers import IN_PLACE, given, room, wanted
 from linkweave.collectives import get_default
 from linkweave.collectives.planning.collective import PUBLIC
 from linkweave.collectives.planning.planner import candidates
-from linkweave.kernels.dtypes import DTYPES
+from linkweave.collectives.runtime import reference
+from linkweave.kernels.dtypes import DTYPES, ops_of
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Arrays:
         """Import the library, without use of CUDA. Raises LeftOut."""
         try:
             library = import_module(self.name)
-        except ImportError:
-            if self.name != "torch":
+        except ModuleNotFoundError as error:
+            if self.name != "torch" or error.name != "torch":
                 raise
             raise LeftOut("torch is not installed") from None
         if self.name == "torch" and self.device != "cpu" and library.version.cuda is None:
@@ -53,6 +54,15 @@ class Arrays:
         if self.name != "torch":
             return import_module(self.name).array(array)
         return import_module("torch").tensor(array, device=self.device.partition(":")[0])
+
+    def put_patterns(self, array: np.ndarray, dtype: str) -> Any:
+        """`put` of bit patterns of a dtype that NumPy lacks; None if this library lacks it too."""
+        kind = getattr(import_module("torch"), dtype, None) if self.name == "torch" else None
+        return None if kind is None else self.put(array).view(kind)
+
+    def bytes_of(self, x: Any) -> np.ndarray:
+        x = x.view(import_module("torch").uint8) if self.name == "torch" else x
+        return self.get(x).view(np.uint8)
 
     def get(self, x: Any) -> np.ndarray:
         return x if self.name == "numpy" else x.get() if self.name == "cupy" else x.cpu().numpy()
@@ -72,13 +82,25 @@ def exact(rank: int, n: int) -> np.ndarray:
     return ((np.arange(n) * 7 + rank * 3) % 5).astype(np.float32)
 
 
+def same(got: np.ndarray, want: np.ndarray, what: str) -> int:
+    """1, a result checked. Raises Wrong, in one line, if values differ."""
+    if got.shape != want.shape:
+        raise Wrong(f"{what} has shape {got.shape}, not {want.shape}")
+    if not np.array_equal(got, want):
+        at = int(np.flatnonzero((got != want).reshape(-1))[0])
+        raise Wrong(
+            f"{what}: {int((got != want).sum())} of {got.size} elements are wrong, the first of "
+            f"them [{at}], {got.reshape(-1)[at]} for {want.reshape(-1)[at]}"
+        )
+    return 1
+
+
 def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """(results checked, checksum of a sum of random numbers) on one rank. Raises AssertionError."""
+    """(results checked, checksum of sums of random numbers) on one rank. Raises Wrong."""
     comm, checked = get_default(), 0
-    size = comm.size
+    size, of = comm.size, f"of {arrays.name} on rank {rank}"
     checked += check_algorithms(rank, arrays) + check_seen(rank, arrays)
-    if size == 2:
-        checked += check_dtypes(rank, arrays)
+    checked += check_dtypes(rank, arrays) + check_others(rank, arrays)
     for n in sizes:
         for kind in PUBLIC:
             before = given(kind, rank, size, n * size)
@@ -88,20 +110,19 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
             ours(comm, kind, x, out, n * size)()
             comm.synchronize()
             got, untouched = (x, before) if kind in IN_PLACE else (out, empty)
-            np.testing.assert_array_equal(arrays.get(got), untouched if want is None else want)
-            checked += 1
+            want = untouched if want is None else want
+            checked += same(arrays.get(got), want, f"{kind} {of}, {n * size} elements")
         every, apart = [exact(r, n) for r in range(size)], arrays.put(np.zeros(n, np.float32))
         comm.allreduce(kept := arrays.put(every[rank]), "min", out=apart)
         work = comm.allreduce(w := arrays.put(every[rank]), op="max", async_op=True)
         work.wait(60)
         comm.synchronize()
-        for got, want in (
-            (w, np.max(every, axis=0)),
-            (apart, np.min(every, axis=0)),
-            (kept, every[rank]),
+        for got, want, name in (
+            (w, np.max(every, axis=0), "asynchronous allreduce max"),
+            (apart, np.min(every, axis=0), "allreduce min into another tensor"),
+            (kept, every[rank], "what that allreduce was given,"),
         ):
-            np.testing.assert_array_equal(arrays.get(got), want)
-            checked += 1
+            checked += same(arrays.get(got), want, f"{name} {of}, {n} elements")
     with comm.split(rank % 2) as part, comm.split() as again:  # at once
         x, y = arrays.put(exact(rank, sizes[-1])), arrays.put(exact(rank, sizes[-1]))
         works = [part.allreduce(x, async_op=True), again.allreduce(y, async_op=True)]
@@ -109,8 +130,7 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
             work.wait(60)
         for got, ranks in ((x, range(rank % 2, size, 2)), (y, range(size))):
             want = np.sum([exact(r, sizes[-1]) for r in ranks], axis=0)
-            np.testing.assert_array_equal(arrays.get(got), want)
-            checked += 1
+            checked += same(arrays.get(got), want, f"allreduce of {len(ranks)} ranks at once {of}")
     noise = np.random.default_rng(rank).standard_normal(sizes[-1]).astype(np.float32)
     comm.allreduce(x := arrays.put(noise))
     comm.synchronize()
@@ -118,14 +138,20 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
 
 
 def check_algorithms(rank: int, arrays: Arrays) -> int:
-    """Check every algorithm on GPUs against CPU ranks, bit for bit, with sums that depend on the
-    order."""
+    """Check every algorithm on GPUs. Ranks of one GPU are compared with CPU ranks, bit for bit,
+    with sums that depend on the order. Those of several GPUs are planned for by the GPUs' own
+    links, and so add in an order of their own: their sums are exact."""
     comm, checked = get_default(), 0
     if arrays.device == "cpu":
         return 0
-    for name in candidates(comm.topology):
+    comm.allreduce(arrays.put(exact(rank, 1)))  # then the GPUs' links are known
+    for name in candidates(comm.gpu_topology or comm.topology):
         for n in (1009, 30_011):
-            given = np.random.default_rng([rank, n]).standard_normal(n).astype(np.float32)
+            every = [np.random.default_rng([r, n]).standard_normal(n, np.float32)
+                     for r in range(comm.size)]  # fmt: skip
+            if arrays.device == "cuda":
+                every = [np.round(1000 * x) for x in every]
+            given = every[rank]
             x = arrays.put(given)
             try:
                 comm.allreduce(x, algorithm=name)
@@ -134,9 +160,12 @@ def check_algorithms(rank: int, arrays: Arrays) -> int:
                     raise
                 continue
             comm.synchronize()
-            comm.allreduce(given, algorithm=name)
-            np.testing.assert_array_equal(arrays.get(x), given)
-            checked += 1
+            if arrays.device == "cuda":
+                want = np.sum(every, axis=0)
+            else:
+                comm.allreduce(want := given.copy(), algorithm=name)
+            what = f"allreduce by {name} of {arrays.name} on rank {rank}, {n} elements"
+            checked += same(arrays.get(x), want, what)
     return checked
 
 
@@ -149,20 +178,73 @@ def check_seen(rank: int, arrays: Arrays) -> int:
         x[:] = arrays.put(exact(rank, n))
         comm.allreduce(x, algorithm=name)
         comm.synchronize()
-        np.testing.assert_array_equal(arrays.get(x), total)
+        same(arrays.get(x), total, f"allreduce by {name} in memory that ranks share, rank {rank}")
     return len(ways)
 
 
 def check_dtypes(rank: int, arrays: Arrays) -> int:
-    comm, checked = get_default(), 0
-    for dtype in (d for d, about in DTYPES.items() if about.stored == d):
-        given = [exact(r, 1009).astype(dtype) for r in range(2)]
-        for op, combine in (("sum", np.add), ("min", np.minimum), ("max", np.maximum),
-                            ("prod", np.multiply)):  # fmt: skip
-            comm.allreduce(x := arrays.put(given[rank]), op)
+    """Check every dtype and op, on numbers whose sums and products are exact in all of them."""
+    comm, checked, n = get_default(), 0, 1009
+    for dtype, about in DTYPES.items():
+        small = [((np.arange(n) + r) % 3).astype(np.float32) for r in range(comm.size)]
+        if about.stored == dtype:
+            every = [x.astype(dtype) for x in small]
+            put = arrays.put
+        else:
+            every = [reference.rounded(x, dtype) for x in small]
+            put = partial(arrays.put_patterns, dtype=dtype)
+        for op in ops_of(dtype):
+            if (x := put(every[rank])) is None:
+                continue
+            comm.allreduce(x, op)
             comm.synchronize()
-            np.testing.assert_array_equal(arrays.get(x), combine(*given))
-            checked += 1
+            divisor = comm.size if op == "avg" else 1
+            want = reference.combine(every[0], every[1:], op, divisor, dtype)
+            what = f"allreduce {op} of {dtype}, {arrays.name}, rank {rank}, byte by byte"
+            checked += same(arrays.bytes_of(x), want.view(np.uint8), what)
+    return checked
+
+
+def check_others(rank: int, arrays: Arrays) -> int:
+    """Check what has rows of unequal number, other roots, lists, layers or lanes."""
+    comm, n = get_default(), 1009
+    size, checked, of = comm.size, 0, f"of {arrays.name} on rank {rank}"
+    every = [exact(r, n) for r in range(size)]
+    total = np.sum(every, axis=0)
+    comm.barrier()
+    comm.broadcast(x := arrays.put(every[rank]), size - 1)
+    comm.reduce(y := arrays.put(every[rank]), root=size - 1)
+    comm.allreduce(two := [arrays.put(every[rank]), arrays.put(every[rank][:7])])
+    comm.synchronize()
+    checked += same(arrays.get(x), every[-1], f"broadcast from the last rank {of}")
+    if rank == size - 1:
+        checked += same(arrays.get(y), total, f"reduce to the last rank {of}")
+    for got, want in zip(two, (total, total[:7]), strict=True):
+        checked += same(arrays.get(got), want, f"allreduce of a list {of}")
+    want = np.concatenate([x[: r + 1] for r, x in enumerate(every)])
+    rows, mine = arrays.put(np.zeros_like(want)), arrays.put(every[rank][: rank + 1])
+    comm.allgather(mine, counts=[*range(1, size + 1)], out=rows)
+    comm.synchronize()
+    checked += same(arrays.get(rows), want, f"allgather with counts {of}")
+    want = np.concatenate([x[:size] for x in every] if rank == size - 1 else [every[0][:0]])
+    rows, mine = arrays.put(np.zeros_like(want)), arrays.put(every[rank][:size])
+    comm.alltoall(mine, rows, [0] * (size - 1) + [size])
+    comm.synchronize()
+    checked += same(arrays.get(rows), want, f"alltoall with splits {of}")
+    queue = comm.allreduce_queue(x := arrays.put(every[rank]), [n - 100, 100])
+    for layer in range(2):
+        queue.dequeue(layer)
+    queue.wait()
+    comm.synchronize()
+    checked += same(arrays.get(x), total, f"allreduce_queue {of}")
+    lanes = comm.lanes(2)
+    given = [arrays.put(every[rank]) for _ in lanes]
+    works = [lane.allreduce(x, async_op=True) for lane, x in zip(lanes, given, strict=True)]
+    for work, x in zip(works, given, strict=True):
+        work.wait(60)
+        checked += same(arrays.get(x), total, f"allreduce on lanes {of}")
+    for lane in lanes:
+        lane.close()
     return checked
 
 
@@ -182,7 +264,7 @@ def check_graph(rank: int, arrays: Arrays, n: int, replays: int) -> int:
         graph.replay()
     torch.cuda.synchronize()
     comm.synchronize()
-    assert x.eq(float(comm.size**replays)).all().item(), x
+    same(x.cpu().numpy(), np.full(n, float(comm.size**replays), np.float32), "a graph's replays")
     return replays
 
 
@@ -209,7 +291,7 @@ def run_ranks(
         check_collectives, ranks, arrays, sizes, virtual=virtual, peer_access=peer_access
     )
     if len({checksum for _, checksum in found}) != 1:
-        raise Failed(f"the ranks' sums differ: {[c for _, c in found]}")
+        raise Wrong(f"the ranks' sums differ: {[c for _, c in found]}")
     return {"bytes": [4 * n for n in sizes], "checked": sum(checked for checked, _ in found)}
 
 
@@ -248,5 +330,5 @@ def run_killed(arrays: Arrays) -> Result:
     return {"seconds": taken}
 
 
-def run_graph(arrays: Arrays) -> Result:
-    return {"checked": sum(on_ranks(check_graph, 2, arrays, 5000, 3))}
+def run_graph(arrays: Arrays, ranks: int = 2) -> Result:
+    return {"checked": sum(on_ranks(check_graph, ranks, arrays, 5000, 3))}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -21,6 +22,7 @@ from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.planning.planner import candidates
 from linkweave.collectives.runtime import reference
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Prepared, width_of
+from linkweave.collectives.runtime.gpu.memory import Bases, LocalMemory
 from linkweave.kernels.dtypes import DTYPES, ops_of
 from linkweave.kernels.gpu.compile import cubin
 from linkweave.kernels.gpu.source import options, source
@@ -142,6 +144,39 @@ def abort(meter: Meter) -> Result:
     with meter.ranks(2) as ranks:
         check(meter, ranks, plan, 65536, "float32", "sum")
     return {"abort_s": taken}
+
+
+class OneMemory(LocalMemory):
+    """Memory that the launches of several ranks share: each asks for it, the first allocates."""
+
+    def bases(self, nbytes: Sequence[int], pairs: Collection[tuple[int, int]]) -> Bases:
+        if not self._made:
+            self._shared = super().bases(nbytes, pairs)
+        return self._shared
+
+
+def side_by_side(meter: Meter, timeout: float = 10.0) -> Result:
+    """Two ranks of one plan, each by a launch of its own, which waits for the other one: as the
+    launches of lanes and splits of ranks on several GPUs may."""
+    nbytes, device = 65536, meter.device
+    plan, memory = plan_allreduce(load("mesh-2"), nbytes, "tree"), OneMemory([device, device])
+    streams = [device.make_stream() for _ in range(2)]
+    with ExitStack() as last:
+        ranks = [last.enter_context(GpuRanks({r: device}, memory, timeout)) for r in range(2)]
+        prepared = [each.prepare(plan, nbytes, "float32", "sum", seen=False) for each in ranks]
+        given = inputs(2, nbytes, "float32")
+        for order in ((0, 1), (1, 0)):
+            with meter.uploaded(given) as buffers:
+                for r in order:
+                    ranks[r].run(prepared[r], [buffers[r]], streams[r])
+                for each, stream in zip(ranks, streams, strict=True):
+                    each.check(stream)
+                wanted = reference.run(prepared[0].plan, given, "sum")
+                for r, (address, want) in enumerate(zip(buffers, wanted, strict=True)):
+                    meter.expect(address, want, f"two launches, rank {r}")
+    for stream in streams:
+        device.free_stream(stream)
+    return {"checked": 4}
 
 
 # ---- latency ----------------------------------------------------------------------------------

@@ -40,6 +40,10 @@ class Failed(Exception):
     """A row's result is wrong."""
 
 
+class Wrong(Failed):
+    """A value is not what it should be, which says nothing of the machine."""
+
+
 class LeftOut(Exception):
     """A row cannot run on this machine."""
 
@@ -159,10 +163,19 @@ def _measured(row: Row) -> bytes:
 
 
 def write(path: Path, found: Result) -> None:
-    """Write JSON at once: a reader, or an interrupt, never meets half a file."""
-    made = path.with_name(f".{path.name}")
-    made.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(made, path)
+    """Write JSON at once: a reader, or an interrupt, never meets half a file. What is no plain file
+    is written to."""
+    text, there = json.dumps(found, indent=1) + "\n", path.resolve()
+    if there.exists() and not there.is_file():
+        there.write_text(text)
+        return
+    made = there.with_name(f".{there.name}")
+    try:
+        made.write_text(text)
+        os.replace(made, there)
+    except OSError:  # a file that is mounted, or in a folder that cannot be written to
+        made.unlink(missing_ok=True)
+        there.write_text(text)
 
 
 def summary(rows: Iterable[Result]) -> str:

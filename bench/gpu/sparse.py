@@ -14,7 +14,7 @@ import numpy as np
 from linkweave import kernels
 from linkweave.bench.gpu.api import Arrays, on_ranks
 from linkweave.bench.gpu.meter import Meter, call_settings
-from linkweave.bench.gpu.runner import Failed, Result, Row
+from linkweave.bench.gpu.runner import Result, Row, Wrong
 from linkweave.bench.sparse import medians, torch_coalesce, torch_sparsify, zipf
 from linkweave.collectives import get_default
 from linkweave.kernels.gpu.source import THREADS
@@ -192,7 +192,7 @@ class SparseRows:
         wanted = kernels.coalesce(indices, values, vocabulary)
         self.same([unique], wanted[:1], "coalesced rows")
         if not np.allclose(self.arrays.get(sums), wanted[1], rtol=1e-4, atol=1e-3):
-            raise Failed("coalesced sums are wrong")
+            raise Wrong("coalesced sums are wrong")
         seconds = self.timed(lambda: self.api.coalesce(where, rows, vocabulary))
         nbytes = values.nbytes + wanted[1].nbytes
         floor = nbytes / self.meter.copy_rate(values.nbytes)
@@ -213,4 +213,4 @@ class SparseRows:
         for mine, theirs in zip(got, want, strict=True):
             found = np.ascontiguousarray(self.arrays.get(mine))
             if found.shape != theirs.shape or found.tobytes() != theirs.tobytes():
-                raise Failed(f"{what} is not what the CPU finds")
+                raise Wrong(f"{what} is not what the CPU finds")

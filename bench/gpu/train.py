@@ -6,13 +6,20 @@ forward pass. Parameters must be those of one process that trains on all ranks' 
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from linkweave import collectives
 from linkweave.bench.gpu.api import Arrays, on_ranks
-from linkweave.bench.gpu.runner import Failed, Result
+from linkweave.bench.gpu.runner import Result, Wrong
 
+DDP = "DDP"
+"""Not a policy: torch's DistributedDataParallel over the backend "linkweave"."""
 POLICIES = ("asc-wfbp", "us-byte", "c-cube")
 """Two lanes, blocks cut inside tensors, a gradient queue."""
 TIMED = 10
@@ -69,11 +76,33 @@ def steps_of(model: Any, optimizer: Any, rank: int, size: int, device: str) -> f
         loss = cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
-    model.finish()
+    if hasattr(model, "finish"):
+        model.finish()
     return (moment() - begun) / TIMED
 
 
-def trained(rank: int, arrays: Arrays, policy: str, device: str) -> tuple[float, float, list[Any]]:
+@contextmanager
+def wrapped(
+    model: Any, optimizer: Any, policy: str, rank: int, size: int, folder: str
+) -> Iterator[Any]:  # fmt: skip
+    if policy != DDP:
+        made = collectives.DataParallel(model, optimizer, schedule=policy)
+        yield made
+        made.close()
+        return
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    os.environ["LINKWEAVE_CUDA"] = "linkweave"  # NCCL takes one rank of a GPU only
+    dist.init_process_group("linkweave", init_method=f"file://{folder}/meet", rank=rank,
+                            world_size=size, timeout=timedelta(seconds=60))  # fmt: skip
+    yield DistributedDataParallel(model)
+    dist.destroy_process_group()
+
+
+def trained(
+    rank: int, arrays: Arrays, policy: str, device: str, folder: str
+) -> tuple[float, float, list[Any]]:
     """(mean seconds of a step, the largest difference from one process's parameters, the sums of
     the parameters) on one rank."""
     import torch
@@ -81,9 +110,8 @@ def trained(rank: int, arrays: Arrays, policy: str, device: str) -> tuple[float,
     comm = collectives.get_default()
     model, alone = model_on(device), model_on(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    wrapped = collectives.DataParallel(model, optimizer, schedule=policy)
-    seconds = steps_of(wrapped, optimizer, rank, comm.size, device)
-    wrapped.close()
+    with wrapped(model, optimizer, policy, rank, comm.size, folder) as trains:
+        seconds = steps_of(trains, optimizer, rank, comm.size, device)
     whole = torch.optim.SGD(alone.parameters(), 0.05, momentum=0.9)
     for step in range(before_times() + TIMED):
         x, y = batch(step, comm.size, device)
@@ -96,9 +124,10 @@ def trained(rank: int, arrays: Arrays, policy: str, device: str) -> tuple[float,
 
 
 def train(arrays: Arrays, ranks: int, policy: str, device: str = "cuda") -> Result:
-    found = on_ranks(trained, ranks, arrays, policy, device, timeout=60)
+    with tempfile.TemporaryDirectory() as folder:
+        found = on_ranks(trained, ranks, arrays, policy, device, folder, timeout=60)
     if (apart := max(row[1] for row in found)) > CLOSE:
-        raise Failed(f"parameters differ by {apart:.1e} from those of one process")
+        raise Wrong(f"parameters differ by {apart:.1e} from those of one process")
     if any(row[2] != found[0][2] for row in found):
-        raise Failed("the ranks' parameters differ")
+        raise Wrong("the ranks' parameters differ")
     return {"ranks": ranks, "policy": policy, "step_s": max(row[0] for row in found)}

@@ -12,18 +12,29 @@ from typing import Any
 
 from linkweave import kernels
 from linkweave.bench.gpu.meter import Meter
-from linkweave.bench.gpu.runner import Failed, LeftOut, Result, Row
-from linkweave.kernels import embedding, gtopk, optim
+from linkweave.bench.gpu.runner import LeftOut, Result, Row, Wrong
+from linkweave.kernels.gpu.triton_host import check_triton
 
 ELEMENTS = 1 << 26
 DENSITY = 0.001
-TABLE, WIDTH, LOOKED_UP = 131_072, 1024, 32_768  # rows of an embedding, columns, rows of a batch
+WIDTH = 1024  # columns of an embedding
 TENSORS = 50  # of a layer's table
 
 
 class TritonRows:
-    def __init__(self, meter: Meter, device: str = "cuda", elements: int = ELEMENTS) -> None:
+    """Without a meter, results are checked and nothing is timed."""
+
+    def __init__(
+        self, meter: Meter | None, device: str = "cuda", elements: int = ELEMENTS
+    ) -> None:  # fmt: skip
         self.meter, self.device, self.elements = meter, device, elements
+        self.table = elements // 512  # rows of an embedding
+        self.looked_up = self.table // 4  # rows of a batch
+
+    def correct(self) -> Result:
+        for measure in (self.cast, self.adam, self.sgd, self.select, self.lookup, self.adam_rows):
+            self.loaded(measure)
+        return {}
 
     def rows(self) -> Iterator[Row]:
         for name, measure in (("cast", self.cast), ("adam", self.adam), ("sgd", self.sgd),
@@ -37,8 +48,10 @@ class TritonRows:
             import triton  # noqa: F401
         except ImportError as error:
             raise LeftOut(str(error)) from None
-        if self.device == "cuda" and torch.version.cuda is None:
-            raise LeftOut("this torch has no CUDA")
+        if self.device.startswith("cuda"):
+            if torch.version.cuda is None:
+                raise LeftOut("this torch has no CUDA")
+            check_triton()
         torch.manual_seed(5)
         return measure()
 
@@ -57,15 +70,21 @@ class TritonRows:
                           lambda: there.copy_(ours * (1 / 3)))  # fmt: skip
 
     def adam(self) -> Result:
+        from linkweave.kernels import optim  # needs torch
+
         return self._update(optim.adam, 3, 28, {"lr": 1e-3, "step": 3})
 
     def sgd(self) -> Result:
+        from linkweave.kernels import optim
+
         return self._update(optim.sgd, 2, 20, {"lr": 1e-3, "momentum": 0.9})
 
     def _update(self, step: Any, others: int, nbytes: int, how: dict[str, Any]) -> Result:
         """An update of many tensors beside torch's fused one. `others`: gradients and states;
         `nbytes`: of an element, read and written."""
         import torch
+
+        from linkweave.kernels import optim
 
         sizes = [self.elements // TENSORS // 4 * 4] * TENSORS
         columns = [[torch.randn(n).abs_() for n in sizes] for _ in range(1 + others)]
@@ -78,7 +97,7 @@ class TritonRows:
         params = [x.clone().requires_grad_() for x in placed[0]]
         for param, grad in zip(params, placed[1], strict=True):
             param.grad = grad
-        fused = {"fused": self.device == "cuda"}
+        fused = {"fused": self.device.startswith("cuda")}
         theirs = (torch.optim.Adam(params, lr=1e-3, **fused) if step is optim.adam
                   else torch.optim.SGD(params, lr=1e-3, momentum=0.9, **fused))  # fmt: skip
         return self.timed(nbytes * sum(sizes), lambda: step(table, **how), theirs.step)
@@ -87,6 +106,8 @@ class TritonRows:
         """Selection of the k largest of a residual, which the gradient is added to: beside torch's
         addition, selection and clearing."""
         import torch
+
+        from linkweave.kernels import gtopk
 
         n, k = self.elements, round(self.elements * DENSITY)
         grad, residual = torch.randn(n), torch.randn(n)
@@ -113,9 +134,11 @@ class TritonRows:
     def lookup(self) -> Result:
         import torch
 
-        table = torch.randn(TABLE, WIDTH)
-        indices = torch.randint(TABLE, (LOOKED_UP,), dtype=torch.int32)
-        out = torch.empty(LOOKED_UP, WIDTH)
+        from linkweave.kernels import embedding
+
+        table = torch.randn(self.table, WIDTH)
+        indices = torch.randint(self.table, (self.looked_up,), dtype=torch.int32)
+        out = torch.empty(self.looked_up, WIDTH)
         ours, where, there = (x.to(self.device, copy=True) for x in (table, indices, out))
         embedding.lookup(table, indices, out)
         embedding.lookup(ours, where, there)
@@ -127,9 +150,11 @@ class TritonRows:
         """A step of Adam for some rows beside `torch.optim.SparseAdam`."""
         import torch
 
-        tables = [torch.randn(TABLE, WIDTH).abs_() for _ in range(3)]
-        indices = torch.randperm(TABLE)[:LOOKED_UP].sort().values
-        gradient = torch.randn(LOOKED_UP, WIDTH)
+        from linkweave.kernels import embedding
+
+        tables = [torch.randn(self.table, WIDTH).abs_() for _ in range(3)]
+        indices = torch.randperm(self.table)[: self.looked_up].sort().values
+        gradient = torch.randn(self.looked_up, WIDTH)
         ours = [x.to(self.device, copy=True) for x in (*tables, indices, gradient)]
         embedding.adam_rows(*tables, indices, gradient, step=3, lr=1e-3)
         embedding.adam_rows(*ours, step=3, lr=1e-3)
@@ -144,6 +169,8 @@ class TritonRows:
 
     def timed(self, nbytes: int, ours: Callable[[], Any], theirs: Callable[[], Any]) -> Result:
         """Seconds of both; a floor of `nbytes` at the rate of a copy."""
+        if self.meter is None:
+            return {}
         finish = self.meter.device.finish
         seconds, others = self.meter.seconds(ours, finish), self.meter.seconds(theirs, finish)
         floor = nbytes / self.meter.copy_rate(nbytes // 2)
@@ -155,4 +182,4 @@ class TritonRows:
 
         for mine, theirs in zip(got, want, strict=True):
             if not torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8)):
-                raise Failed(f"{what} is not what the CPU finds")
+                raise Wrong(f"{what} is not what the CPU finds")

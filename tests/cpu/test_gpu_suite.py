@@ -33,6 +33,7 @@ from linkweave.bench.gpu.meter import MIB, Meter
 from linkweave.bench.gpu.runner import Failed, Result, Row, in_process, run
 from linkweave.bench.gpu.sparse import SparseRows, sparse_ranks
 from linkweave.collectives.planning.planner import candidates
+from linkweave.kernels.dtypes import DTYPES, ops_of
 from linkweave.kernels.gpu.api import GpuKernels
 from linkweave.topology import load
 
@@ -49,8 +50,14 @@ class HostArrays:
     def put(self, array: np.ndarray) -> HostTensor:
         return tensor(array, array.dtype)
 
+    def put_patterns(self, array: np.ndarray, dtype: str) -> None:
+        """NumPy lacks them."""
+
     def get(self, x: Any) -> np.ndarray:
         return x.array if isinstance(x, HostTensor) else x
+
+    def bytes_of(self, x: Any) -> np.ndarray:
+        return self.get(x).view(np.uint8)
 
     def seen(self, n: int) -> HostTensor:
         return collectives.symmetric_empty(n)
@@ -217,8 +224,16 @@ class Wrong(HostDevice):
 def test_a_wrong_result_is_a_failed_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, lambda index: Wrong(index=index)):
         (row,) = outcomes((partial(MEASURES[name], Meter(1)), 9))
-    assert row["state"].startswith("failed: Failed: ")
+    assert row["state"].startswith("failed: Wrong: ")
     assert row["state"].endswith(": 1 wrong bytes")
+
+
+@needs_compiler
+def test_launches_that_run_one_by_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostDevice, "one_queue", True)
+    with gpus(monkeypatch):
+        (row,) = outcomes((partial(plans.side_by_side, Meter(1), 0.5), 9))
+    assert row["state"].startswith("failed: CollectiveTimeout: rank 0 waits for "), row
 
 
 # ---- the rows and the command -------------------------------------------------------------------
@@ -268,8 +283,8 @@ SETTINGS = {"algorithm", "chunks", "chunk_bytes", "slots", "slot_bytes", "protoc
             "width", "blocks", "resident", "threads", "registers"}  # fmt: skip
 MEASURES: dict[str, Callable[[Meter], Result]] = {
     "algorithms": partial(plans.algorithms, machines=("mesh-3",), sizes=(4036,)),
-    "dtypes": plans.dtypes, "abort": plans.abort, "latency": plans.latency,
-    "hop": plans.hop, "bandwidth": partial(plans.bandwidth, nbytes=MIB),
+    "dtypes": plans.dtypes, "abort": plans.abort, "side by side": plans.side_by_side,
+    "latency": plans.latency, "hop": plans.hop, "bandwidth": partial(plans.bandwidth, nbytes=MIB),
     "capped": partial(plans.overlap, nbytes=MIB, link=plans.LINK),
     "uncapped": partial(plans.overlap, nbytes=MIB, link=None),
     "dequeue": partial(gpu_suite.dequeue, nbytes=MIB),
@@ -372,10 +387,12 @@ def test_collectives_are_checked(
     with gpus(monkeypatch, lambda index: HostDevice(65, index=index)):
         row = run_ranks(HostArrays(), ranks, (1, 2048, 30_000), virtual)
     able = len(candidates(load("mesh-2")))
+    of_dtypes = sum(len(ops_of(d)) for d, about in DTYPES.items() if about.stored == d)
+    each = 4 + 3 * 11 + 2 + of_dtypes + 8
     if ranks == 2:
-        assert row["checked"] == 2 * (2 * able + 4 + 3 * 11 + 2 + 32)
+        assert row["checked"] == 2 * (2 * able + each) + 1  # a reduction, of one rank
     else:
-        assert row["checked"] >= ranks * (4 + 3 * 11 + 2 + 10)
+        assert row["checked"] >= ranks * (10 + each)
 
 
 @needs_compiler
@@ -429,8 +446,7 @@ def test_all_reduces_beside_another_library(wrong: int, monkeypatch: pytest.Monk
 
 def test_kernels_of_a_step_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, where both sides of each check are the CPU's kernels."""
-    for name, number in (("TABLE", 90), ("WIDTH", 8), ("LOOKED_UP", 20)):
-        monkeypatch.setattr(triton, name, number)
+    monkeypatch.setattr(triton, "WIDTH", 8)
 
     def seconds(call: Callable[[], object], check: object) -> float:
         call()
@@ -443,6 +459,8 @@ def test_kernels_of_a_step_are_checked_and_timed(monkeypatch: pytest.MonkeyPatch
     found = {row.name.removeprefix("Triton, "): row.measure() for row in made.rows()}
     assert found.keys() == {"cast", "adam", "sgd", "select", "lookup", "adam_rows"}
     assert all(row["of_floor"] == 2 / row["bytes"] for row in found.values())
+    checks = triton.TritonRows(None, "cpu", 10_000)
+    assert checks.correct() == {}
     monkeypatch.setattr(kernels.embedding, "lookup", lambda table, indices, out: out.normal_())
     with pytest.raises(Failed, match="lookup is not what the CPU finds"):
-        made.lookup()
+        checks.correct()

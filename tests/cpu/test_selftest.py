@@ -29,7 +29,7 @@ from linkweave.collectives import CollectiveError
 
 
 def named(words: str, gpus: int = 1) -> Row:
-    (found,) = [test for test in selftest.tests(gpus) if words in test.name]
+    (found,) = [test for test in selftest.tests(range(gpus)) if words in test.name]
     return found
 
 
@@ -40,7 +40,9 @@ def test_cpu_ranks_pass(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert done.output.rstrip().endswith(" s. PASS")
     told = json.loads(path.read_text())
-    assert told["verdict"] == "PASS" and told["gpus"] == 0
+    assert told["verdict"] == "PASS" and told["gpus"] == []
+    assert "Tests of CPU ranks; GPUs are left out." in done.output
+    assert all(row["about"] for row in told["tests"])
     assert [row["state"] for row in told["tests"]] == ["ok"] * len(told["tests"])
     assert all(f"  {row['name']}" in done.output for row in told["tests"])
     assert {check["name"] for check in told["checks"]} >= {"system", "libraries"}
@@ -59,14 +61,16 @@ def test_every_verdict_has_its_exit_status() -> None:
 
 
 def test_which_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (choose("all", 8), choose("none", 8)) == (8, 0)
+    assert (choose("all", 3), choose("none", 8)) == ([0, 1, 2], [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert choose("2,0", 3) == 2
+    assert choose("2,0", 3) == [0, 2]
+    names = [test.name for test in selftest.tests([0, 2])]
+    assert {"GPU 2, toolchain", "GPU 0, threads, cupy, 3", "2 GPUs, training"} <= {*names}
     assert selftest.os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
-    assert choose("1", 2) == 1
+    assert choose("1", 2) == [1]
     assert selftest.os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b"
-    for asked in ("2", "x", "", "-1"):
+    for asked in ("2", "x", "", "-1", "\N{SUPERSCRIPT TWO}"):
         with pytest.raises(CollectiveError, match="here are 2 GPUs, not "):
             choose(asked, 2)
 
@@ -120,7 +124,7 @@ def test_a_toolchain_that_does_not_fit(
         monkeypatch.setattr("torch._C._cuda_getArchFlags", lambda: torch[1], raising=False)
     found = ended(named("toolchain"))
     assert found.state == "FAIL" and found.detail.startswith(words), found
-    assert "linkweave[cuda13]" in found.remedy
+    assert "pip install '.[cuda12]' or '.[cuda13]'" in found.remedy
 
 
 def test_a_toolchain_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +151,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, lambda index: Wrong(index=index)):
         found = ended(named("algorithms"))
     assert found.state == "FAIL" and found.detail.endswith("1 wrong bytes")
+    assert found.remedy == selftest.REPORT
 
 
 # ---- from end to end -----------------------------------------------------------------------------
@@ -158,9 +163,10 @@ def left_out(*_: Any) -> Result:
 @pytest.mark.timeout(1800)
 def test_gpus_made_of_threads_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command, but for what needs torch or Triton on a GPU."""
-    monkeypatch.setattr(selftest, "look", lambda: {"checks": [], "gpus": 2})
+    monkeypatch.setattr(selftest, "look", lambda: {"checks": [], "gpus": 3})
     for name in ("toolchain", "run_graph", "train", "beside_nccl"):
         monkeypatch.setattr(selftest, name, left_out)
+    monkeypatch.setattr(selftest.TritonRows, "correct", left_out)
     monkeypatch.setattr(selftest, "CudaDevice", HostDevice)
     monkeypatch.setattr(selftest, "CupyArrays", HostArrays)
     monkeypatch.setattr(selftest, "TorchTensors", lambda device="cuda:0": (
@@ -175,13 +181,14 @@ def test_gpus_made_of_threads_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     states = {line.split(" s  ")[1].split(":")[0]: line[:8].strip()
               for line in lines if " s  " in line}  # fmt: skip
     assert status == selftest.EXCEPT, out.getvalue()
-    assert lines[-1].split(" s. ")[1].startswith("PASS except GPU 0, toolchain (no torch on GPUs")
+    assert lines[-1].split(" s. ")[1].startswith("PASS except CPU ranks, training, 2 (no torch on")
     ran = {name for name, state in states.items() if state == "ok"}
     assert ran >= {
-        "GPU 0, abort", "GPU 1, abort", "GPU 0, threads, threads, 3",
+        "GPU 0, abort", "GPU 2, abort", "GPU 1, two launches at once", "GPU 0, threads, threads, 3",
         "GPU 0, processes by IPC, threads, 2", "GPU 0, processes without IPC, 2",
         "GPU 0, a process is killed", "GPU 0, sparse all-reduces, 2 processes",
-        "2 GPUs, processes, threads", "2 GPUs, threads, threads",
+        "3 GPUs, processes, threads", "3 GPUs, threads, threads", "3 GPUs, a process is killed",
+        "3 GPUs, sparse all-reduces",
     }, states  # fmt: skip
 
 

@@ -238,10 +238,11 @@ def _peers(driver: CudaDriver, count: int) -> Iterator[Check]:
         f"{a}: {' '.join('x' if ok else '-' for ok in row)}" for a, row in enumerate(matrix)
     )
     if lacking:
-        yield Check("peer access", "problem",
+        yield Check("peer access", "warning",
                     f"{len(lacking)} of {count * (count - 1)} pairs have none ({rows})",
-                    "GPUs of different CPUs may have none; otherwise check the IOMMU, PCIe ACS "
-                    "(lspci -vvv | grep ACSCtl) and the virtual machine")  # fmt: skip
+                    "they share host memory, which is slow; GPUs of different CPUs may have none; "
+                    "otherwise check the IOMMU, PCIe ACS (lspci -vvv | grep ACSCtl) and the "
+                    "virtual machine")  # fmt: skip
     else:
         yield Check("peer access", "ok", f"all {count * (count - 1)} pairs ({rows})")
 
