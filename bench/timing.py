@@ -35,7 +35,8 @@ def machine() -> dict[str, Any]:
     except OSError:
         pass
     versions = {}
-    for name in ("torch", "triton", "numpy", "numba", "mpi4py", "impi-rt", "openmpi", "mpich"):
+    for name in ("linkweave", "torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "numpy", "numba",
+                 "mpi4py", "impi-rt", "openmpi", "mpich"):  # fmt: skip
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

@@ -306,8 +306,7 @@ def run(asked: str, out: TextIO, report: Path | None = None) -> int:
     print(f"\n{time.monotonic() - start:.0f} s. {words}", file=out, flush=True)
     if report:
         write(report, {
-            "machine": machine(), "linkweave": version("linkweave"), "arguments": sys.argv[1:],
-            "gpus": gpus, "verdict": words,
+            "machine": machine(), "arguments": sys.argv[1:], "gpus": gpus, "verdict": words,
             "checks": seen["checks"], "tests": [asdict(row) for row in found],
         })  # fmt: skip
     return status
