@@ -3,8 +3,10 @@ faults."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import sys
 import time
 from functools import partial
@@ -23,8 +25,9 @@ from linkweave.bench.command import selftest
 from linkweave.bench.command.cli import app
 from linkweave.bench.command.selftest import Found, choose, ended, verdict
 from linkweave.bench.gpu import runner
+from linkweave.bench.gpu.api import Arrays, run_ranks
 from linkweave.bench.gpu.plans import algorithms
-from linkweave.bench.gpu.runner import LeftOut, Result, Row
+from linkweave.bench.gpu.runner import Failed, LeftOut, Result, Row
 from linkweave.collectives import CollectiveError
 
 
@@ -133,6 +136,73 @@ def test_a_toolchain_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch._C._cuda_getArchFlags", lambda: "sm_80 sm_90", raising=False)
     assert ended(named("toolchain")).state == "ok"
+
+
+class Flipped(Arrays):
+    """Sees the last bit of each result wrong."""
+
+    def bytes_of(self, x: Any) -> Any:
+        found = super().bytes_of(x).copy()
+        found[-1] ^= 1
+        return found
+
+
+def test_a_wrong_result_is_named_in_one_line() -> None:
+    measure = partial(run_ranks, Flipped("numpy", "cpu"), 2, (1,), False)
+    found = ended(Row("two ranks", "selftest", 10, measure, "look at the cables"))
+    assert (found.state, found.remedy) == ("FAIL", selftest.REPORT)
+    assert "allreduce sum of float32, numpy, rank " in found.detail
+    assert "1 of 4036 elements are wrong" in found.detail and "\n" not in str(found.detail)
+    assert "Traceback" in found.about["stderr"]
+
+
+def test_without_a_toolchain_nothing_else_of_gpus_is_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(gpu: int) -> Result:
+        raise Failed("CuPy has CUDA 13, the driver 12")
+
+    monkeypatch.setattr(selftest, "look", lambda: {"checks": [], "gpus": 2})
+    monkeypatch.setattr(selftest, "_of_cpus", lambda: iter(()))
+    monkeypatch.setattr(selftest, "toolchain", broken)
+    out, report = io.StringIO(), tmp_path / "report.json"
+    assert selftest.run("all", out, report) == selftest.FAIL
+    told = json.loads(report.read_text())
+    states = {row["name"]: row["state"] for row in told["tests"]}
+    assert states.pop("GPU 0, toolchain") == states.pop("GPU 1, toolchain") == "FAIL"
+    assert {*states.values()} == {"left out"}
+    assert told["verdict"].startswith("FAIL: GPU 0, toolchain: Failed: CuPy has CUDA 13")
+
+
+def test_an_interrupt_writes_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(test: Row) -> Found:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(selftest, "ended", interrupted)
+    out, report = io.StringIO(), tmp_path / "report.json"
+    assert selftest.run("none", out, report) == selftest.INTERRUPTED
+    assert json.loads(report.read_text())["verdict"] == "interrupted after 0 of 8 tests"
+
+
+def test_a_report_goes_where_its_path_leads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A link stays one, a device is written to, and so is a file that cannot be replaced."""
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    runner.write(tmp_path / "link", {"a": 1})
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "file").read_text()) == {"a": 1}
+    reader, writer = os.openpty()
+    runner.write(Path(os.ttyname(writer)), {"b": 2})
+    assert b'"b": 2' in os.read(reader, 100)
+
+    def busy(*_: Any) -> None:
+        raise OSError(errno.EBUSY, "device or resource busy")
+
+    monkeypatch.setattr(os, "replace", busy)
+    runner.write(tmp_path / "file", {"c": 3})
+    assert json.loads((tmp_path / "file").read_text()) == {"c": 3}
+    assert {each.name for each in tmp_path.iterdir()} == {"link", "file"}
 
 
 @needs_compiler
