@@ -30,7 +30,8 @@ class Settings:
         planning on rank 0 may take longer, up to five minutes.
     order: "fastest", or "fixed" for the same order of summation at every size.
     max_blocks: most thread blocks of a launch, to leave room for other kernels and communicators;
-        None: 80 of each rank or a fifth of its GPU's, or as many as the plan needs.
+        None: 80 of each rank or a fifth of its GPU's, whichever is less, or as many as the plan
+        needs.
     peer_access: "prefer" uses host memory between GPUs that cannot access each other's memory;
         "require" raises an error instead.
     sharing: processes on a rank's GPU, if there are more than those of this communicator.

@@ -23,7 +23,7 @@ import numpy as np
 from linkweave import collectives
 from linkweave.bench.collectives import ours
 from linkweave.bench.gpu.meter import machine_of
-from linkweave.bench.gpu.runner import Failed, LeftOut, Result, Wrong
+from linkweave.bench.gpu.runner import Failed, LeftOut, Result
 from linkweave.bench.peers import IN_PLACE, given, room, wanted
 from linkweave.collectives import get_default
 from linkweave.collectives.planning.collective import PUBLIC
@@ -83,12 +83,12 @@ def exact(rank: int, n: int) -> np.ndarray:
 
 
 def same(got: np.ndarray, want: np.ndarray, what: str) -> int:
-    """1, a result checked. Raises Wrong, in one line, if values differ."""
+    """1, a result checked. Raises Failed, in one line, if values differ."""
     if got.shape != want.shape:
-        raise Wrong(f"{what} has shape {got.shape}, not {want.shape}")
+        raise Failed(f"{what} has shape {got.shape}, not {want.shape}")
     if not np.array_equal(got, want):
         at = int(np.flatnonzero((got != want).reshape(-1))[0])
-        raise Wrong(
+        raise Failed(
             f"{what}: {int((got != want).sum())} of {got.size} elements are wrong, the first of "
             f"them [{at}], {got.reshape(-1)[at]} for {want.reshape(-1)[at]}"
         )
@@ -96,7 +96,7 @@ def same(got: np.ndarray, want: np.ndarray, what: str) -> int:
 
 
 def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """(results checked, checksum of sums of random numbers) on one rank. Raises Wrong."""
+    """(results checked, checksum of sums of random numbers) on one rank. Raises Failed."""
     comm, checked = get_default(), 0
     size, of = comm.size, f"of {arrays.name} on rank {rank}"
     checked += check_algorithms(rank, arrays) + check_seen(rank, arrays)
@@ -144,8 +144,7 @@ def check_algorithms(rank: int, arrays: Arrays) -> int:
     comm, checked = get_default(), 0
     if arrays.device == "cpu":
         return 0
-    comm.allreduce(arrays.put(exact(rank, 1)))  # then the GPUs' links are known
-    for name in candidates(comm.gpu_topology or comm.topology):
+    for name in candidates(comm.topology_for(arrays.put(exact(rank, 1)))):
         for n in (1009, 30_011):
             every = [np.random.default_rng([r, n]).standard_normal(n, np.float32)
                      for r in range(comm.size)]  # fmt: skip
@@ -183,17 +182,20 @@ def check_seen(rank: int, arrays: Arrays) -> int:
 
 
 def check_dtypes(rank: int, arrays: Arrays) -> int:
-    """Check every dtype and op, on numbers whose sums and products are exact in all of them."""
+    """Check every dtype and op. Of each element one rank, a random one, has a number that counts,
+    so that results are exact in any order."""
     comm, checked, n = get_default(), 0, 1009
+    rng = np.random.default_rng(comm.size)
+    counts, numbers = rng.integers(0, comm.size, n), rng.integers(0, 4, n).astype(np.float32)
     for dtype, about in DTYPES.items():
-        small = [((np.arange(n) + r) % 3).astype(np.float32) for r in range(comm.size)]
-        if about.stored == dtype:
-            every = [x.astype(dtype) for x in small]
-            put = arrays.put
-        else:
-            every = [reference.rounded(x, dtype) for x in small]
-            put = partial(arrays.put_patterns, dtype=dtype)
         for op in ops_of(dtype):
+            neutral = {"prod": 1, "min": 3, "and": 3}.get(op, 0)
+            given = [np.where(counts == r, numbers, neutral) for r in range(comm.size)]
+            if about.stored == dtype:
+                every, put = [x.astype(dtype) for x in given], arrays.put
+            else:
+                every = [reference.rounded(x.astype(np.float32), dtype) for x in given]
+                put = partial(arrays.put_patterns, dtype=dtype)
             if (x := put(every[rank])) is None:
                 continue
             comm.allreduce(x, op)
@@ -291,7 +293,7 @@ def run_ranks(
         check_collectives, ranks, arrays, sizes, virtual=virtual, peer_access=peer_access
     )
     if len({checksum for _, checksum in found}) != 1:
-        raise Wrong(f"the ranks' sums differ: {[c for _, c in found]}")
+        raise Failed(f"the ranks' sums differ: {[c for _, c in found]}")
     return {"bytes": [4 * n for n in sizes], "checked": sum(checked for checked, _ in found)}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from linkweave.bench.collectives import Settings, run
 from linkweave.bench.gpu.api import Arrays, on_ranks
 from linkweave.bench.gpu.meter import Meter, noise, settings_of
-from linkweave.bench.gpu.runner import Failed, LeftOut, Result, Wrong
+from linkweave.bench.gpu.runner import Failed, LeftOut, Result
 from linkweave.collectives import get_default, plan_allreduce
 from linkweave.collectives.runtime.gpu.executor import width_of
 from linkweave.topology import load
@@ -69,7 +69,7 @@ def beside_nccl(
     arrays.load()
     rows = [*run(Settings(gpus, tuple(sizes), "auto", rounds, device="cuda"))]
     if wrong := [f"{row.library}, {row.size} bytes" for row in rows if row.wrong]:
-        raise Wrong(f"wrong results: {'; '.join(wrong)}")
+        raise Failed(f"wrong results: {'; '.join(wrong)}")
     times = {(row.library, row.size): row.time_us / 1e6 for row in rows}
     found: Result = {"gpus": gpus}
     for size in sizes:

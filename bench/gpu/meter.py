@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linkweave.bench.gpu.runner import Result, Wrong
+from linkweave.bench.gpu.runner import Failed, Result
 from linkweave.collectives import plan_allreduce
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Prepared, virtual_ranks
@@ -131,7 +131,7 @@ class Meter:
             self.device.download(address + at, got)
             wrong += int((got != part).sum())
         if wrong:
-            raise Wrong(f"{what}: {wrong} wrong bytes")
+            raise Failed(f"{what}: {wrong} wrong bytes")
 
 
 def machine_of(ranks: int) -> Topology:

@@ -40,7 +40,7 @@ def compiled(meter: Meter) -> Result:
     words = sorted({options(*job) for job in jobs})
     # forked before this process uses CUDA
     with multiprocessing.get_context("fork").Pool(None, import_module, ("cupy",)) as pool:
-        architecture = int(import_module("cupy").cuda.Device(0).compute_capability)
+        architecture = int(import_module("cupy").cuda.Device(meter.gpu).compute_capability)
         text = source("plan/plan.cu")
         start = time.perf_counter()
         pool.starmap(cubin, [(text, w, architecture) for w in words])
@@ -163,7 +163,9 @@ def side_by_side(meter: Meter, timeout: float = 10.0) -> Result:
     streams = [device.make_stream() for _ in range(2)]
     with ExitStack() as last:
         ranks = [last.enter_context(GpuRanks({r: device}, memory, timeout)) for r in range(2)]
-        prepared = [each.prepare(plan, nbytes, "float32", "sum", seen=False) for each in ranks]
+        holds = [found for each in ranks for found in each.occupancy("float32", "sum")]
+        how = (plan, nbytes, "float32", "sum", width_of(plan, holds))
+        prepared = [each.prepare(*how, seen=False) for each in ranks]
         given = inputs(2, nbytes, "float32")
         for order in ((0, 1), (1, 0)):
             with meter.uploaded(given) as buffers:

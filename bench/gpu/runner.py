@@ -40,10 +40,6 @@ class Failed(Exception):
     """A row's result is wrong."""
 
 
-class Wrong(Failed):
-    """A value is not what it should be, which says nothing of the machine."""
-
-
 class LeftOut(Exception):
     """A row cannot run on this machine."""
 
@@ -163,8 +159,8 @@ def _measured(row: Row) -> bytes:
 
 
 def write(path: Path, found: Result) -> None:
-    """Write JSON at once: a reader, or an interrupt, never meets half a file. What is no plain file
-    is written to."""
+    """Write JSON at once: a reader, or an interrupt, never meets half a file. A device or a pipe
+    is not replaced but written to."""
     text, there = json.dumps(found, indent=1) + "\n", path.resolve()
     if there.exists() and not there.is_file():
         there.write_text(text)

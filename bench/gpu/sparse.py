@@ -14,7 +14,7 @@ import numpy as np
 from linkweave import kernels
 from linkweave.bench.gpu.api import Arrays, on_ranks
 from linkweave.bench.gpu.meter import Meter, call_settings
-from linkweave.bench.gpu.runner import Result, Row, Wrong
+from linkweave.bench.gpu.runner import Failed, Result, Row
 from linkweave.bench.sparse import medians, torch_coalesce, torch_sparsify, zipf
 from linkweave.collectives import get_default
 from linkweave.kernels.gpu.source import THREADS
@@ -147,10 +147,12 @@ class SparseRows:
             checked += 1
         for width, vocabulary in ((1, 70_000), (7, 300), (64, 20)):
             indices, values = zipf(5003, width, vocabulary)
-            whole = np.round(4 * values)
-            got = self.api.coalesce(self.arrays.put(indices), self.arrays.put(whole), vocabulary)
-            self.same(got, kernels.coalesce(indices, whole, vocabulary), f"coalesce x {width}")
-            checked += 1
+            for dtype in ("float32", "float64"):
+                whole, where = np.round(4 * values).astype(dtype), self.arrays.put(indices)
+                got = self.api.coalesce(where, self.arrays.put(whole), vocabulary)
+                wanted = kernels.coalesce(indices, whole, vocabulary)
+                self.same(got, wanted, f"coalesce of {dtype} x {width}")
+                checked += 1
         return {"checked": checked}
 
     def topk(self, n: int) -> Result:
@@ -192,7 +194,7 @@ class SparseRows:
         wanted = kernels.coalesce(indices, values, vocabulary)
         self.same([unique], wanted[:1], "coalesced rows")
         if not np.allclose(self.arrays.get(sums), wanted[1], rtol=1e-4, atol=1e-3):
-            raise Wrong("coalesced sums are wrong")
+            raise Failed("coalesced sums are wrong")
         seconds = self.timed(lambda: self.api.coalesce(where, rows, vocabulary))
         nbytes = values.nbytes + wanted[1].nbytes
         floor = nbytes / self.meter.copy_rate(values.nbytes)
@@ -213,4 +215,4 @@ class SparseRows:
         for mine, theirs in zip(got, want, strict=True):
             found = np.ascontiguousarray(self.arrays.get(mine))
             if found.shape != theirs.shape or found.tobytes() != theirs.tobytes():
-                raise Wrong(f"{what} is not what the CPU finds")
+                raise Failed(f"{what} is not what the CPU finds")

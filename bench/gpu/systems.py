@@ -12,7 +12,7 @@ from typing import Any
 
 from linkweave import collectives
 from linkweave.bench.gpu.api import Arrays, on_ranks
-from linkweave.bench.gpu.runner import Failed, Result, Wrong
+from linkweave.bench.gpu.runner import Failed, Result
 
 ROWS, WIDTH, TOKENS = 1000, 37, 64
 STEPS = 6
@@ -28,7 +28,7 @@ def _compared(
     found, want = (on_ranks(fn, ranks, arrays, *args, on, timeout=60) for on in (device, "cpu"))
     for rank, (mine, its) in enumerate(zip(found, want, strict=True)):
         if mine[0] != its[0]:
-            raise Wrong(f"{words.format(rank)} has other bits than on the CPU")
+            raise Failed(f"{words.format(rank)} has other bits than on the CPU")
     return max(seconds for _, seconds in found)
 
 

@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any
 
 from linkweave import collectives
 from linkweave.bench.gpu.api import Arrays, on_ranks
-from linkweave.bench.gpu.runner import Result, Wrong
+from linkweave.bench.gpu.runner import Failed, LeftOut, Result
+from linkweave.torch_backend import OLDEST
 
 DDP = "DDP"
 """Not a policy: torch's DistributedDataParallel over the backend "linkweave"."""
@@ -124,10 +126,14 @@ def trained(
 
 
 def train(arrays: Arrays, ranks: int, policy: str, device: str = "cuda") -> Result:
+    if policy == DDP:
+        arrays.load()
+        if tuple(map(int, version("torch").split(".")[:2])) < OLDEST:
+            raise LeftOut(f"the backend of torch.distributed needs torch {OLDEST[0]}.{OLDEST[1]}")
     with tempfile.TemporaryDirectory() as folder:
         found = on_ranks(trained, ranks, arrays, policy, device, folder, timeout=60)
     if (apart := max(row[1] for row in found)) > CLOSE:
-        raise Wrong(f"parameters differ by {apart:.1e} from those of one process")
+        raise Failed(f"parameters differ by {apart:.1e} from those of one process")
     if any(row[2] != found[0][2] for row in found):
-        raise Wrong("the ranks' parameters differ")
+        raise Failed("the ranks' parameters differ")
     return {"ranks": ranks, "policy": policy, "step_s": max(row[0] for row in found)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from linkweave import kernels
 from linkweave.bench.gpu.meter import Meter
-from linkweave.bench.gpu.runner import LeftOut, Result, Row, Wrong
+from linkweave.bench.gpu.runner import Failed, LeftOut, Result, Row
 from linkweave.kernels.gpu.triton_host import check_triton
 
 ELEMENTS = 1 << 26
@@ -182,4 +182,4 @@ class TritonRows:
 
         for mine, theirs in zip(got, want, strict=True):
             if not torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8)):
-                raise Wrong(f"{what} is not what the CPU finds")
+                raise Failed(f"{what} is not what the CPU finds")

@@ -84,11 +84,6 @@ class Communicator(Methods):
         return f"<Communicator: rank {self.rank} of {self.size} on {self.topology.name}>"
 
     @property
-    def gpu_topology(self) -> Topology | None:
-        """The machine that calls on GPUs are planned for; None before the first of them."""
-        return self._gpu.planner.topology if self._gpu else None
-
-    @property
     def timeout(self) -> float:
         """Longest wait for a peer, in seconds."""
         return self._calls.control.timeout

@@ -47,7 +47,7 @@ class GpuCalls(GpuLauncher):
 
         With `async_op` it runs on the communicator's side stream instead and returns a `GpuWork`.
         """
-        with self._lock:
+        with self.enqueueing:
             caller = stream_of(x)
             key = self._key(async_op, caller, body, args)
             ready = None if key is None or self.trace.wants_more else self._repeats.get(key)
@@ -129,7 +129,7 @@ class GpuCalls(GpuLauncher):
 
     def lead(self, stream: int) -> None:
         """Make later work on a stream wait for the calls so far."""
-        with self._lock, self.using(known=True):
+        with self.enqueueing, self.using(known=True):
             capture = self.device.capturing(stream)
             if not capture:
                 self.device.wait(self._done, stream)
@@ -138,7 +138,7 @@ class GpuCalls(GpuLauncher):
 
     def follow(self, stream: int) -> None:
         """Make later calls wait for the work on a stream, which is not being captured."""
-        with self._lock, self.using(known=True):
+        with self.enqueueing, self.using(known=True):
             self.device.wait(self._done, stream)
             self.device.record(self._done, stream)
 
@@ -346,7 +346,7 @@ class GpuWork:
         with self._gpu.using(known=timeout is None):  # who waits learns of all
             with self._lock:
                 if self._event is not None:
-                    crosses = device.capturing(stream) != self._captured
+                    crosses = self._crosses(device.capturing(stream))
                     if not crosses:
                         device.wait(self._event, stream)
             if not crosses:
@@ -357,6 +357,14 @@ class GpuWork:
                 if self._captured else "wait for this call before the capture begins"
             )  # fmt: skip
         return self._result
+
+    def _crosses(self, capture: int) -> bool:
+        """Whether a wait within this capture (0: none) is on the other side of a begin or an end.
+        A stream that is no part of the call's own capture becomes one by the wait."""
+        if not self._captured:
+            return bool(capture)
+        going_on = self._gpu.device.capturing(self._context.caller) == self._captured
+        return not going_on or capture not in (0, self._captured)
 
     def done(self) -> bool:
         if self._captured:
@@ -389,10 +397,11 @@ class GpuQueue(GpuWork):
     def dequeue(self, layer: int) -> None:
         index = integer(layer, "layer", 0, (self._context.layers or 0) - 1)
         stream = stream_of(self._x)
-        call, counted = self._context.made or (None, None)
-        if self._event is None or call is None or counted is None:
-            return
-        with self._gpu.using():
+        # a call of another thread may free what is over
+        with self._gpu.using(), self._gpu.enqueueing:
+            call, counted = self._context.made or (None, None)
+            if self._event is None or call is None or counted is None:
+                return
             if self._captured and not self._gpu.device.capturing(stream):
                 raise CollectiveError(
                     "a captured queue can only be dequeued within the same capture"

@@ -110,7 +110,7 @@ class GpuLauncher:
         # (address, bytes), outside of graphs and in them; calls made again and graphs use old ones
         self._scratch: tuple[list[tuple[int, int]], ...] = [], []
         self._shared: list[SymmetricMemory | None] = []  # None if allocating it failed
-        self._lock = threading.Lock()
+        self.enqueueing = threading.Lock()  # held while a call is enqueued or freed
         self._watchdog = Watchdog(self.team.gpu, self._control, self._describe)
 
     def _alone(self, settings: Settings) -> Team:
@@ -196,7 +196,7 @@ class GpuLauncher:
 
     def empty(self, nbytes: int) -> Any:
         """An array of bytes in symmetric memory. All ranks must call it."""
-        with self._lock, self.using():
+        with self.enqueueing, self.using():
             asked = [row.decode() for row in self.host.gather("tensors", str(nbytes).encode())]
             if len({*asked}) > 1:
                 raise CollectiveError(
@@ -382,9 +382,9 @@ class GpuLauncher:
         """Make work enqueued on `stream` from now on wait for one layer of a call.
 
         `begun` is the event at the start of the call's counting; `checked` is recorded behind the
-        wait.
+        wait. The caller holds `enqueueing`.
         """
-        with self._lock, self.trace.phase("dequeue"):
+        with self.trace.phase("dequeue"):
             self.device.wait(begun, stream)
             prepared = self.team.prepare(call)
             self.team.gpu.dequeue(prepared, counted, self.rank, layer, stream)

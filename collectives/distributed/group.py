@@ -293,11 +293,8 @@ class Group(_Base):  # type: ignore[misc]
         pairs = zip(zip(*outputs, strict=True), given, strict=True)
         return _together([self.allgather([[*out]], [x], opts) for out, x in pairs], given)
 
-    supports_coalescing = True
-
-    def _get_backend(self, device: Any) -> Group:
-        """Where torch (since 2.14) asks whether messages may be coalesced."""
-        return self
+    def _get_backend(self, device: Any) -> Abilities:
+        return Abilities()
 
     def _start_coalescing(self, device: Any) -> None:
         self._coalesced, self._messages = [], []
@@ -307,12 +304,10 @@ class Group(_Base):  # type: ignore[misc]
         messages, self._messages = self._messages, []
         if messages:  # one by one, a send would hold up the receive from the same rank
             nccl = self._other("cuda")
-            nccl._start_coalescing(device)
-            try:
-                for name, arguments in messages:
-                    getattr(nccl, name)(*arguments)
-            finally:
-                works.append(nccl._end_coalescing(device))
+            nccl._start_coalescing()
+            for name, arguments in messages:
+                getattr(nccl, name)(*arguments)
+            works.append(nccl._end_coalescing())
         return _together(works, [])
 
     # ---- what goes to gloo or NCCL -----------------------------------------------------------
@@ -430,6 +425,20 @@ class Group(_Base):  # type: ignore[misc]
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+
+class Abilities:
+    """What torch asks of a group's backend: since 2.14, whether it sends messages at once."""
+
+    supports_coalescing = True
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> bool:
+        if name.startswith("supports_"):
+            return False
+        raise AttributeError(f"the backend linkweave has no {name}")
 
 
 class _Together:

@@ -226,8 +226,8 @@ def _copy_back(to: Any, source: Any) -> Callable[[], None]:
 
 
 def read_here(x: Any) -> None:
-    """Keep the memory of a torch tensor from other use until the current stream, which reads it,
-    has come so far: torch made the tensor on another stream, perhaps."""
+    """Keep the memory of a torch tensor from being reused before the current stream has read it:
+    the tensor may have been made on another stream."""
     if is_torch(x) and x.is_cuda:
         x.record_stream(sys.modules["torch"].cuda.current_stream(x.device))
 

@@ -107,12 +107,21 @@ class Nccl:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            self.asked.append(name)
-            return SimpleNamespace(wait=lambda timeout: True, is_completed=lambda: True)
+    def _did(self, name: str) -> Any:
+        self.asked.append(name)
+        return SimpleNamespace(wait=lambda timeout: True, is_completed=lambda: True)
 
-        return call
+    def send(self, tensors: list[Any], to: int, tag: int) -> Any:
+        return self._did("send")
+
+    def recv(self, tensors: list[Any], source: int, tag: int) -> Any:
+        return self._did("recv")
+
+    def _start_coalescing(self) -> None:
+        self._did("start")
+
+    def _end_coalescing(self) -> Any:
+        return self._did("end")
 
 
 def test_messages_that_cross_are_sent_and_received_at_once(group: Any) -> None:
@@ -122,10 +131,22 @@ def test_messages_that_cross_are_sent_and_received_at_once(group: Any) -> None:
     assert group.send([on_gpu(6)], 1) is None and group.recv([on_gpu(6)], 1) is None
     assert not nccl.asked
     group._end_coalescing(torch.device("cuda", 0)).wait()
-    assert nccl.asked == ["_start_coalescing", "send", "recv", "_end_coalescing"]
+    assert nccl.asked == ["start", "send", "recv", "end"]
     group.send([on_gpu(6)], 1).wait(None)
     assert nccl.asked[4:] == ["send"]
-    assert group._get_backend(torch.device("cuda", 0)).supports_coalescing
+
+
+def test_what_torch_asks_of_a_backend_is_answered(group: Any) -> None:
+    """With the signatures of torch's own."""
+    asked = {name for name in dir(c10d.Backend) if name.startswith("supports_")}
+    backend = group._get_backend(torch.device("cuda", 0))
+    assert {name for name in asked if getattr(backend, name) is True} == {"supports_coalescing"}
+    with pytest.raises(AttributeError, match="linkweave has no options"):
+        _ = backend.options
+    for name in ("_start_coalescing", "_end_coalescing"):
+        assert f"{name}(self: torch._C._distributed_c10d.Backend)" in (
+            getattr(c10d.Backend, name).__doc__ or ""
+        )
 
 
 def test_a_value_that_is_read_would_be_seen(group: Any) -> None:

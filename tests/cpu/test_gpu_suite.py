@@ -224,8 +224,18 @@ class Wrong(HostDevice):
 def test_a_wrong_result_is_a_failed_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpus(monkeypatch, lambda index: Wrong(index=index)):
         (row,) = outcomes((partial(MEASURES[name], Meter(1)), 9))
-    assert row["state"].startswith("failed: Wrong: ")
+    assert row["state"].startswith("failed: Failed: ")
     assert row["state"].endswith(": 1 wrong bytes")
+
+
+@needs_compiler
+@pytest.mark.parametrize("multiprocessors", [8, 17, 132])
+def test_launches_that_wait_for_each_other_run_at_once(
+    multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpus(monkeypatch, lambda index: HostDevice(multiprocessors, index=index)):
+        (row,) = outcomes((partial(plans.side_by_side, Meter(1), 60.0), 90))
+    assert row["state"] == "ok", row
 
 
 @needs_compiler
@@ -370,7 +380,7 @@ class FewSparse(SparseRows):
 def test_the_rows_of_sparse_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with measured(monkeypatch) as meter:
         rows = FewSparse(meter, HostNumpy(), GpuKernels(HostKernels()))
-        assert rows.correct()["checked"] == 6 * (2 + 4) + 2 * 2 + 2 + 3
+        assert rows.correct()["checked"] == 6 * (2 + 4) + 2 * 2 + 2 + 2 * 3
         for row in (rows.topk(5000), rows.sparsify(5000), rows.coalesce(300, 5, 40)):
             assert row["seconds"] > 0
         rows.api.topk_abs = lambda x, k: kernels.topk_abs(-x, k)

@@ -8,8 +8,8 @@ import pytest
 
 from linkweave import collectives
 from linkweave.bench.gpu import systems, train
-from linkweave.bench.gpu.api import CupyArrays
-from linkweave.bench.gpu.runner import Failed
+from linkweave.bench.gpu.api import CupyArrays, TorchTensors
+from linkweave.bench.gpu.runner import Failed, LeftOut
 
 
 @pytest.fixture
@@ -21,11 +21,17 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systems, "on_ranks", on_ranks)
 
 
-@pytest.mark.parametrize("policy", train.POLICIES)
+@pytest.mark.parametrize("policy", [*train.POLICIES, train.DDP])
 def test_parameters_are_those_of_one_process(policy: str, on_cpu: None) -> None:
-    row = train.train(CupyArrays(), 2, policy, "cpu")
+    row = train.train(TorchTensors("cpu"), 2, policy, "cpu")
     assert (row["ranks"], row["policy"]) == (2, policy)
     assert row["step_s"] > 0
+
+
+def test_ddp_is_left_out_where_torch_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "version", lambda name: "2.10.0+cu128")
+    with pytest.raises(LeftOut, match=r"needs torch 2\.13"):
+        train.train(TorchTensors("cpu"), 2, train.DDP, "cpu")
 
 
 def test_other_parameters_fail(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
