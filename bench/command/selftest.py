@@ -30,11 +30,11 @@ from linkweave.bench.gpu.api import (
     run_killed,
     run_ranks,
 )
-from linkweave.bench.gpu.calls import beside_nccl
+from linkweave.bench.gpu.calls import NCCL_BYTES, beside_nccl
 from linkweave.bench.gpu.meter import Meter
 from linkweave.bench.gpu.runner import Failed, Result, Row, in_process, write
 from linkweave.bench.gpu.sparse import SparseRows, sparse_ranks
-from linkweave.bench.gpu.train import DDP, train
+from linkweave.bench.gpu.train import DDP, over_nccl, train
 from linkweave.bench.gpu.triton import TritonRows
 from linkweave.bench.timing import machine
 from linkweave.collectives import CollectiveError
@@ -167,6 +167,7 @@ def _of_ranks(on: str) -> Iterator[Row]:
     yield _test(f"{on}a CUDA graph, 2 processes", 15, REPORT, run_graph, torch)
     yield _test(f"{on}training, 2 processes", 30, REPORT, train, torch, 2, "c-cube")
     yield _test(f"{on}DDP, 2 processes", 30, REPORT, train, torch, 2, DDP)
+    yield _test(f"{on}torch.distributed, 1 process", 20, REPORT, over_nccl, torch, 1)
     yield _test(f"{on}gTop-k, 3 processes", 20, REPORT, systems.gtopk, torch, 3, "gtopk", 100_000)
     yield _test(
         f"{on}an embedding, 3 processes", 20, REPORT, systems.embedding, torch, 3, "Adagrad"
@@ -189,7 +190,8 @@ def _between(n: int, on: str) -> Iterator[Row]:
     yield _test(f"{on}DDP", 60, remedy, train, torch, n, DDP)
     yield _test(f"{on}gTop-k", 30, remedy, systems.gtopk, torch, n, "gtopk", 100_000)
     yield _test(f"{on}an embedding", 30, remedy, systems.embedding, torch, n, "Adagrad")
-    yield _test(f"{on}beside NCCL", 60, remedy, beside_nccl, torch, n)
+    yield _test(f"{on}beside NCCL", 60, remedy, beside_nccl, torch, n, NCCL_BYTES[:3])
+    yield _test(f"{on}torch.distributed", 30, remedy, over_nccl, torch, n)
 
 
 def toolchain(gpu: int) -> Result:
@@ -237,7 +239,7 @@ def ended(test: Row) -> Found:
     if state == "ok":
         words = [f"{row['checked']} results"] if row.get("checked") else []
         if skipped := row.get("skipped"):
-            words.append(f"{len(skipped)} need more thread blocks than this GPU holds")
+            words.append(f"{len(skipped)} plans need more thread blocks than there are")
         if "is in host memory" in row.get("stderr", ""):
             words.append("some GPUs share host memory")
         return Found(test.name, "ok", took, "; ".join(words), about=row)

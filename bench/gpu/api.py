@@ -95,11 +95,15 @@ def same(got: np.ndarray, want: np.ndarray, what: str) -> int:
     return 1
 
 
-def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """(results checked, checksum of sums of random numbers) on one rank. Raises Failed."""
-    comm, checked = get_default(), 0
+def check_collectives(
+    rank: int, arrays: Arrays, sizes: tuple[int, ...]
+) -> tuple[int, int, list[str]]:
+    """(results checked, checksum of sums of random numbers, algorithms that need more thread blocks
+    than there are) on one rank. Raises Failed."""
+    comm = get_default()
     size, of = comm.size, f"of {arrays.name} on rank {rank}"
-    checked += check_algorithms(rank, arrays) + check_seen(rank, arrays)
+    checked, skipped = check_algorithms(rank, arrays)
+    checked += check_seen(rank, arrays)
     checked += check_dtypes(rank, arrays) + check_others(rank, arrays)
     for n in sizes:
         for kind in PUBLIC:
@@ -134,16 +138,16 @@ def check_collectives(rank: int, arrays: Arrays, sizes: tuple[int, ...]) -> tupl
     noise = np.random.default_rng(rank).standard_normal(sizes[-1]).astype(np.float32)
     comm.allreduce(x := arrays.put(noise))
     comm.synchronize()
-    return checked, zlib.crc32(arrays.get(x).tobytes())
+    return checked, zlib.crc32(arrays.get(x).tobytes()), skipped
 
 
-def check_algorithms(rank: int, arrays: Arrays) -> int:
+def check_algorithms(rank: int, arrays: Arrays) -> tuple[int, list[str]]:
     """Check every algorithm on GPUs. Ranks of one GPU are compared with CPU ranks, bit for bit,
     with sums that depend on the order. Those of several GPUs are planned for by the GPUs' own
     links, and so add in an order of their own: their sums are exact."""
-    comm, checked = get_default(), 0
+    comm, checked, skipped = get_default(), 0, dict[str, None]()
     if arrays.device == "cpu":
-        return 0
+        return 0, []
     for name in candidates(comm.topology_for(arrays.put(exact(rank, 1)))):
         for n in (1009, 30_011):
             every = [np.random.default_rng([r, n]).standard_normal(n, np.float32)
@@ -157,6 +161,7 @@ def check_algorithms(rank: int, arrays: Arrays) -> int:
             except collectives.CollectiveError as error:
                 if "thread blocks" not in str(error):  # the same on all ranks
                     raise
+                skipped[name] = None
                 continue
             comm.synchronize()
             if arrays.device == "cuda":
@@ -165,7 +170,7 @@ def check_algorithms(rank: int, arrays: Arrays) -> int:
                 comm.allreduce(want := given.copy(), algorithm=name)
             what = f"allreduce by {name} of {arrays.name} on rank {rank}, {n} elements"
             checked += same(arrays.get(x), want, what)
-    return checked
+    return checked, [*skipped]
 
 
 def check_seen(rank: int, arrays: Arrays) -> int:
@@ -292,9 +297,10 @@ def run_ranks(
     found = on_ranks(
         check_collectives, ranks, arrays, sizes, virtual=virtual, peer_access=peer_access
     )
-    if len({checksum for _, checksum in found}) != 1:
-        raise Failed(f"the ranks' sums differ: {[c for _, c in found]}")
-    return {"bytes": [4 * n for n in sizes], "checked": sum(checked for checked, _ in found)}
+    if len({checksum for _, checksum, _ in found}) != 1:
+        raise Failed(f"the ranks' sums differ: {[c for _, c, _ in found]}")
+    return {"bytes": [4 * n for n in sizes], "checked": sum(checked for checked, *_ in found),
+            "skipped": found[0][2]}  # fmt: skip
 
 
 def killed(rank: int, arrays: Arrays, noticed: Path) -> None:

@@ -7,6 +7,7 @@ has ended or exceeded its limit.
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import json
 import os
@@ -169,9 +170,11 @@ def write(path: Path, found: Result) -> None:
     try:
         made.write_text(text)
         os.replace(made, there)
-    except OSError:  # a file that is mounted, or in a folder that cannot be written to
+    except OSError as error:
         made.unlink(missing_ok=True)
-        there.write_text(text)
+        if error.errno not in (errno.EBUSY, errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        there.write_text(text)  # it is mounted, or its folder cannot be written to
 
 
 def summary(rows: Iterable[Result]) -> str:

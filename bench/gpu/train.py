@@ -15,8 +15,10 @@ from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 from linkweave import collectives
-from linkweave.bench.gpu.api import Arrays, on_ranks
+from linkweave.bench.gpu.api import Arrays, on_ranks, same
 from linkweave.bench.gpu.runner import Failed, LeftOut, Result
 from linkweave.torch_backend import OLDEST
 
@@ -125,11 +127,50 @@ def trained(
     return seconds, apart, [float(p.detach().sum()) for p in model.parameters()]
 
 
+def called(rank: int, arrays: Arrays, folder: str, device: str) -> int:
+    """How many results of torch.distributed's calls are right, which NCCL carries."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ["LINKWEAVE_CUDA"] = "nccl"
+    size = collectives.get_default().size
+    dist.init_process_group("linkweave", init_method=f"file://{folder}/meet", rank=rank,
+                            world_size=size, timeout=timedelta(seconds=60))  # fmt: skip
+    x, total = torch.full((1000,), rank + 1.0, device=device), size * (size + 1) / 2
+    dist.all_reduce(each := x.clone())
+    dist.all_reduce(later := x.clone(), async_op=True).wait()
+    dist.broadcast(first := x.clone(), 0)
+    dist.all_gather(rows := [torch.empty_like(x) for _ in range(size)], x)
+    dist.barrier()
+    found = [
+        (each, total),
+        (later, total),
+        (first, 1.0),
+        *zip(rows, range(1, size + 1), strict=True),
+    ]
+    for i, (got, want) in enumerate(found):
+        same(got.cpu().numpy(), np.full(1000, want, np.float32), f"call {i} over NCCL, rank {rank}")
+    dist.destroy_process_group()
+    return len(found)
+
+
+def over_nccl(arrays: Arrays, ranks: int, device: str = "cuda") -> Result:
+    """torch's own calls over the backend "linkweave", whose CUDA collectives go to NCCL."""
+    arrays.load()
+    refuse_older_torch()
+    with tempfile.TemporaryDirectory() as folder:
+        return {"checked": sum(on_ranks(called, ranks, arrays, folder, device, timeout=60))}
+
+
+def refuse_older_torch() -> None:
+    if tuple(map(int, version("torch").split(".")[:2])) < OLDEST:
+        raise LeftOut(f"the backend of torch.distributed needs torch {OLDEST[0]}.{OLDEST[1]}")
+
+
 def train(arrays: Arrays, ranks: int, policy: str, device: str = "cuda") -> Result:
     if policy == DDP:
         arrays.load()
-        if tuple(map(int, version("torch").split(".")[:2])) < OLDEST:
-            raise LeftOut(f"the backend of torch.distributed needs torch {OLDEST[0]}.{OLDEST[1]}")
+        refuse_older_torch()
     with tempfile.TemporaryDirectory() as folder:
         found = on_ranks(trained, ranks, arrays, policy, device, folder, timeout=60)
     if (apart := max(row[1] for row in found)) > CLOSE:

@@ -402,10 +402,11 @@ class GpuQueue(GpuWork):
             call, counted = self._context.made or (None, None)
             if self._event is None or call is None or counted is None:
                 return
-            if self._captured and not self._gpu.device.capturing(stream):
+            if self._crosses(self._gpu.device.capturing(stream)):
                 raise CollectiveError(
                     "a captured queue can only be dequeued within the same capture"
-                )
+                    if self._captured else "dequeue this queue outside of captures"
+                )  # fmt: skip
             if stream not in self._checked:
                 self._checked[stream] = self._gpu.device.make_event()
                 self._context.events.append(self._checked[stream])

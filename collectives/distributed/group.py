@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import Any
@@ -294,7 +294,7 @@ class Group(_Base):  # type: ignore[misc]
         return _together([self.allgather([[*out]], [x], opts) for out, x in pairs], given)
 
     def _get_backend(self, device: Any) -> Abilities:
-        return Abilities()
+        return Abilities(device)
 
     def _start_coalescing(self, device: Any) -> None:
         self._coalesced, self._messages = [], []
@@ -305,8 +305,13 @@ class Group(_Base):  # type: ignore[misc]
         if messages:  # one by one, a send would hold up the receive from the same rank
             nccl = self._other("cuda")
             nccl._start_coalescing()
-            for name, arguments in messages:
-                getattr(nccl, name)(*arguments)
+            try:
+                for name, arguments in messages:
+                    getattr(nccl, name)(*arguments)
+            except BaseException:
+                with suppress(RuntimeError):  # the first error is raised
+                    nccl._end_coalescing()
+                raise
             works.append(nccl._end_coalescing())
         return _together(works, [])
 
@@ -372,7 +377,7 @@ class Group(_Base):  # type: ignore[misc]
         nccl_only = isinstance(self.communicator, ClusterCommunicator)
         if x.is_cuda and not nccl_only and name not in _MESSAGES:
             return self._note(self._in_order(name, x, call, arguments))
-        return self._note(call(*arguments))
+        return self._note(call(*arguments) or _ended())
 
     def _in_order(
         self, name: str, x: Any, call: Callable[..., Any], arguments: tuple[Any, ...]
@@ -380,12 +385,12 @@ class Group(_Base):  # type: ignore[misc]
         """Make a collective of NCCL, which begins behind the current stream, after ours."""
         cuda: Any = torch.cuda
         self.communicator.lead(cuda.current_stream(x.device).cuda_stream)
-        work = call(*arguments)
+        work = call(*arguments) or _ended()
         with cuda.device(x.device):
             if cuda.is_current_stream_capturing():  # a graph ends in the stream where it has begun
                 work.wait()
                 return work
-        if name in _WITHOUT_FUTURE:
+        if name in _WITHOUT_FUTURE or isinstance(work, GroupWork):
             work.wait()
             self.communicator.follow(cuda.current_stream(x.device).cuda_stream)
             return work
@@ -427,10 +432,16 @@ class Group(_Base):  # type: ignore[misc]
         return work
 
 
+def _ended() -> GroupWork:
+    """The work of a synchronous call of NCCL, which returns none: it is on the current stream."""
+    return GroupWork(None, [])
+
+
 class Abilities:
     """What torch asks of a group's backend: since 2.14, whether it sends messages at once."""
 
-    supports_coalescing = True
+    def __init__(self, device: Any) -> None:
+        self.supports_coalescing = torch.device(device).type == "cuda"
 
     def supports_tensor_alloc(self, device: Any) -> bool:
         return False

@@ -16,6 +16,7 @@ from linkweave.collectives.training.gtopk.options import GTopK
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.transport import Transport, parted, send
 from linkweave.collectives.training.update import groups_of
+from linkweave.kernels.gpu.triton_host import check_triton
 from linkweave.topology.checks import shown
 
 
@@ -93,6 +94,18 @@ def compare_exchanges(transport: Transport, exchange: Any, **options: Any) -> No
             f"ranks 0 and {other} have different exchanges or options; this rank's is {exchange!r} "
             f"with {words}"
         )
+
+
+def triton_trouble(module: nn.Module) -> str:
+    """Why this rank cannot launch the kernels that update the module, if it has parameters on a GPU
+    for which there are some: not of float64. Empty if it can."""
+    if not any(p.is_cuda and p.dtype != torch.float64 for p in module.parameters()):
+        return ""
+    try:
+        check_triton()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def refuse_optimizers(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

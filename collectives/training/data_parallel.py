@@ -23,6 +23,7 @@ from linkweave.collectives.training.admission import (
     refuse,
     refuse_optimizers,
     send_buffers,
+    triton_trouble,
 )
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.engine import Engine
@@ -38,7 +39,6 @@ from linkweave.collectives.training.stepping import refuse_another_scaler, stepp
 from linkweave.collectives.training.transport import Transport, transport_of
 from linkweave.collectives.training.tuner import Tuner
 from linkweave.collectives.training.update import LossScale, groups_of, loss_scale_of
-from linkweave.kernels.gpu.triton_host import check_triton
 
 log = logging.getLogger("linkweave")
 
@@ -117,8 +117,6 @@ class DataParallel(nn.Module):
             self._follow_states(optimizers, self._loaded(optimizers))
             return
         try:
-            if device == "cuda":
-                check_triton()  # while other ranks can be told, not at the first update
             self._join(transport, module, optimizers, schedule, chained, exchange,
                        broadcast_buffers, check_divergence, reduce_dtype, scale)  # fmt: skip
         except BaseException:
@@ -139,7 +137,10 @@ class DataParallel(nn.Module):
             transport, exchange, schedule=plan, chained=chained,
             broadcast_buffers=broadcast_buffers, check_divergence=check_divergence,
             reduce_dtype=reduce_dtype, scaler=scale and scale.options,
+            triton=(trouble := triton_trouble(module)),
         )  # fmt: skip
+        if trouble:
+            raise CollectiveError(trouble)
         self._transport = transport
         self._spec = spec = exchange if isinstance(exchange, GTopK) else None
         loaded = self._loaded(optimizers)

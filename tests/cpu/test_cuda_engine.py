@@ -267,7 +267,7 @@ def test_a_group_orders_them(
         return call
 
     names = ("allreduce", "send", "allgather")
-    nccl = SimpleNamespace(**{name: theirs(name) for name in names})
+    nccl = SimpleNamespace(**{name: theirs(name) for name in names}, broadcast=lambda x: None)
     state = {"communicator": Told(said), "_others": {"cuda": nccl}, "_coalesced": None}
     for name, value in state.items():
         setattr(group, name, value)
@@ -279,6 +279,9 @@ def test_a_group_orders_them(
     said.clear()
     assert not group._delegate("allgather", x, [x]).keeps  # its work has no future
     assert said == [("lead", 1), "allgather", *([] if captured else [("follow", 1)])]
+    said.clear()
+    assert group._delegate("broadcast", x, [x]).wait()  # synchronous, on the current stream
+    assert said == [("lead", 1), *([] if captured else [("follow", 1)])]
 
 
 @needs_compiler

@@ -134,6 +134,12 @@ def test_messages_that_cross_are_sent_and_received_at_once(group: Any) -> None:
     assert nccl.asked == ["start", "send", "recv", "end"]
     group.send([on_gpu(6)], 1).wait(None)
     assert nccl.asked[4:] == ["send"]
+    group._start_coalescing(torch.device("cuda", 0))
+    group.send([on_gpu(6)], 1)
+    group.recv_anysource([on_gpu(6)])
+    with pytest.raises(AttributeError, match="recv_anysource"):
+        group._end_coalescing(torch.device("cuda", 0))
+    assert nccl.asked[5:] == ["start", "send", "end"]  # nothing stays open
 
 
 def test_what_torch_asks_of_a_backend_is_answered(group: Any) -> None:
@@ -141,6 +147,7 @@ def test_what_torch_asks_of_a_backend_is_answered(group: Any) -> None:
     asked = {name for name in dir(c10d.Backend) if name.startswith("supports_")}
     backend = group._get_backend(torch.device("cuda", 0))
     assert {name for name in asked if getattr(backend, name) is True} == {"supports_coalescing"}
+    assert not group._get_backend(torch.device("cpu")).supports_coalescing  # as gloo's
     with pytest.raises(AttributeError, match="linkweave has no options"):
         _ = backend.options
     for name in ("_start_coalescing", "_end_coalescing"):

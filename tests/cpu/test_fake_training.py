@@ -18,8 +18,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from linkweave import DataParallel, GTopK
+from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training import data_parallel
+from linkweave.collectives.training.admission import triton_trouble
 from linkweave.collectives.training.embedding import exchange as rows_exchange
 from linkweave.collectives.training.embedding.exchange import RowExchange
 from linkweave.collectives.training.embedding.optimizer import Embeddings, RowOptimizer
@@ -117,15 +119,20 @@ def test_a_host_where_triton_cannot_launch_is_told_of_at_once(
         def driver(self) -> Any:
             raise RuntimeError("Failed to find C compiler")
 
-    closed = []
+    closed, told = [], []
     transport = SimpleNamespace(close=lambda: closed.append("transport"))
+    monkeypatch.setattr(
+        data_parallel, "compare_exchanges", lambda *_, triton, **others: told.append(triton)
+    )
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(runtime=Runtime()))
     monkeypatch.setattr(data_parallel, "transport_of", lambda group, device: transport)
     model = nn.Module()
     model.weight = nn.Parameter(torch.empty(3, device="cuda"))
-    with pytest.raises(RuntimeError, match=r"find C compiler.*gcc.*python3-dev"):
+    with pytest.raises(CollectiveError, match=r"find C compiler.*gcc and python3-dev") as raised:
         DataParallel(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert closed == ["transport"]
+    assert closed == ["transport"] and told == [str(raised.value)]  # all ranks learn of it
+    model.weight = nn.Parameter(torch.empty(3, device="cuda", dtype=torch.float64))
+    assert triton_trouble(model) == ""  # torch's own steps update it
 
 
 def scaled() -> LossScale:

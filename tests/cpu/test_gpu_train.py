@@ -28,6 +28,11 @@ def test_parameters_are_those_of_one_process(policy: str, on_cpu: None) -> None:
     assert row["step_s"] > 0
 
 
+def test_calls_of_torch_are_checked(on_cpu: None) -> None:
+    """On the CPU they are linkweave's."""
+    assert train.over_nccl(TorchTensors("cpu"), 3, "cpu") == {"checked": 3 * 6}
+
+
 def test_ddp_is_left_out_where_torch_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "version", lambda name: "2.10.0+cu128")
     with pytest.raises(LeftOut, match=r"needs torch 2\.13"):
