@@ -21,7 +21,7 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(options: Any, _: object) -> Any:
+def _create(options: Any, of_nccl: object) -> Any:
     import torch
 
     from linkweave.collectives.errors import CollectiveError
@@ -33,4 +33,4 @@ def _create(options: Any, _: object) -> Any:
         )
     from linkweave.collectives.distributed.group import Group
 
-    return Group(options)
+    return Group(options, of_nccl)

@@ -71,7 +71,7 @@ class Communicator(Methods):
         self.rank, self.size, self._health = calls.rank, calls.size, calls.health
         self._arena, self._team, self._part = arena, team, part
         self._gpu: GpuCalls | None = None  # created by the first call on a GPU
-        self._before_gpu: int | None = None  # a CUDA stream for which that waits
+        self._follows_all = False  # whether that waits for all work of the process on the GPU
         self._lock, self._worker = threading.Lock(), Worker()
         self._point_to_point = PointToPoint(calls, settings)
         self._before_close: list[Callable[[], None]] = []
@@ -199,8 +199,8 @@ class Communicator(Methods):
             self._worker.drain()  # ranks may synchronise, which must keep the order of calls
             if self._gpu is None:
                 self._gpu = GpuCalls(number, self._calls, self.settings, self._team, self._part)
-                if self._before_gpu is not None:
-                    self._gpu.follow(self._before_gpu)
+                if self._follows_all:
+                    self._gpu.device.finish()
             return self._gpu
 
     def _own_gpu(self) -> int | None:
@@ -236,10 +236,17 @@ class Communicator(Methods):
 
     def follow(self, stream: int) -> None:
         """Make this communicator's later calls on its GPU wait for the work on a CUDA stream."""
-        if self._gpu is None:
-            self._before_gpu = stream
-        else:
+        if self._gpu is not None:
             self._gpu.follow(stream)
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether it has made calls on its GPU."""
+        return self._gpu is not None
+
+    def follow_all(self) -> None:
+        """Make the first call on its GPU wait, on the host, for all work of the process there."""
+        self._follows_all = True
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """An uninitialised CPU tensor in memory that all ranks share.

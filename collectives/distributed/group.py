@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,12 +15,11 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from linkweave.collectives.calls.gpu import GpuWork
-from linkweave.collectives.calls.work import HostWork, Work
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.gloo import OPS, gloo_group
 from linkweave.collectives.cluster.join import Job, meet
 from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine
+from linkweave.collectives.distributed.works import GroupWork, ended, stream_for, together
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.tensors import read_here
 from linkweave.collectives.settings import Settings
@@ -58,8 +55,12 @@ class Group(_Base):  # type: ignore[misc]
     hold the GPU that those of the other need, and each wait for its peers.
     """
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Any, of_nccl: Any = None) -> None:
+        """`of_nccl`: options for NCCL's group."""
+        if of_nccl is not None and type(of_nccl).__qualname__ != "ProcessGroupNCCL.Options":
+            raise TypeError(f"pg_options must be ProcessGroupNCCL.Options, not {of_nccl!r}")
         rank, size, timeout = options.group_rank, options.group_size, options.timeout
+        self._of_nccl, self._ranks = of_nccl, options.global_ranks_in_group
         super().__init__(rank, size)
         self._timeout, self._name = timeout, options.group_id
         seconds = timeout.total_seconds()
@@ -107,8 +108,9 @@ class Group(_Base):  # type: ignore[misc]
         if device not in self._others:
             if not dist.is_nccl_available():
                 raise RuntimeError("this call needs NCCL, which this torch does not have")
-            options = c10d.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
+            options = self._of_nccl or c10d.ProcessGroupNCCL.Options()
+            options._timeout, options.group_name = self._timeout, self._name
+            options.global_ranks_in_group = self._ranks
             store = c10d.PrefixStore("nccl/", self._store)
             self._others[device] = c10d.ProcessGroupNCCL(store, self.rank(), self.size(), options)
         return self._others[device]
@@ -125,16 +127,31 @@ class Group(_Base):  # type: ignore[misc]
     def __repr__(self) -> str:
         return f"linkweave.Group(rank={self.rank()}, size={self.size()})"
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The kinds of devices whose tensors it takes."""
+        return [torch.device("cpu")] + [torch.device("cuda")] * torch.cuda.is_available()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        raise RuntimeError(
+            f"the timeout of a group of linkweave stays {self._timeout}, as given to "
+            "init_process_group or new_group"
+        )
+
     def shutdown(self) -> None:
         try:
-            self.communicator.close()
+            if nccl := self._others.get("cuda"):
+                nccl.shutdown()  # which waits for its calls; to delete the group would abort them
         finally:
-            self._others.clear()
+            try:
+                self.communicator.close()
+            finally:
+                self._others.clear()
 
     def abort(self) -> None:
         self.communicator.abort(RAISED)
         try:
-            if nccl := self._others.get("cuda"):
+            if nccl := self._others.pop("cuda", None):
                 nccl.abort()
         finally:
             self.shutdown()
@@ -259,6 +276,23 @@ class Group(_Base):  # type: ignore[misc]
 
         return self._run(opts, "gather", out, finish, x.reshape(-1), opts.rootRank, out=whole)
 
+    def gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
+        opts = opts or c10d.GatherOptions()
+        rows = []
+        if self.rank() == opts.rootRank:
+            whole, finish = _rows(output, self.size())
+            if (
+                finish is not None
+                or whole.dim() != 2
+                or output.numel() != given.numel() * len(whole)
+            ):
+                raise ValueError(
+                    f"gather_single: {output.numel()} elements, which must be contiguous, for "
+                    f"{self.size()} ranks of {given.numel()}"
+                )
+            rows = [[*whole]]
+        return self.gather(rows, [given.reshape(-1)], opts)
+
     def scatter(self, outputs: Tensors, given: list[Tensors], opts: Any = None) -> Any:
         opts, out = opts or c10d.ScatterOptions(), outputs[0]
         if not self._supported("scatter", outputs * self.size()):
@@ -273,6 +307,10 @@ class Group(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Any:
         opts = opts or c10d.BarrierOptions()
+        cuda: Any = torch.cuda
+        if cuda.is_initialized() and "cuda" in self._devices:
+            if not cuda.is_current_stream_capturing():
+                cuda.current_stream().synchronize()  # as in NCCL's
         return self._run(opts, "barrier", [], None)
 
     # ---- several at once ---------------------------------------------------------------------
@@ -280,18 +318,18 @@ class Group(_Base):  # type: ignore[misc]
         self, outputs: Tensors, given: Tensors, opts: Any = None
     ) -> Any:
         pairs = zip(outputs, given, strict=True)
-        return _together([self.all_gather_single(out, x, opts) for out, x in pairs], outputs)
+        return together([self.all_gather_single(out, x, opts) for out, x in pairs], outputs)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, given: Tensors, opts: Any = None
     ) -> Any:
         pairs = zip(outputs, given, strict=True)
-        return _together([self.reduce_scatter_single(out, x, opts) for out, x in pairs], outputs)
+        return together([self.reduce_scatter_single(out, x, opts) for out, x in pairs], outputs)
 
     def allgather_coalesced(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Any:
         """`outputs[r][i]` receives rank r's `given[i]`."""
         pairs = zip(zip(*outputs, strict=True), given, strict=True)
-        return _together([self.allgather([[*out]], [x], opts) for out, x in pairs], given)
+        return together([self.allgather([[*out]], [x], opts) for out, x in pairs], given)
 
     def _get_backend(self, device: Any) -> Abilities:
         return Abilities(device)
@@ -313,7 +351,7 @@ class Group(_Base):  # type: ignore[misc]
                     nccl._end_coalescing()
                 raise
             works.append(nccl._end_coalescing())
-        return _together(works, [])
+        return together(works, [])
 
     # ---- what goes to gloo or NCCL -----------------------------------------------------------
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> Any:
@@ -377,15 +415,18 @@ class Group(_Base):  # type: ignore[misc]
         nccl_only = isinstance(self.communicator, ClusterCommunicator)
         if x.is_cuda and not nccl_only and name not in _MESSAGES:
             return self._note(self._in_order(name, x, call, arguments))
-        return self._note(call(*arguments) or _ended())
+        return self._note(call(*arguments) or ended())
 
     def _in_order(
         self, name: str, x: Any, call: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> Any:
         """Make a collective of NCCL, which begins behind the current stream, after ours."""
         cuda: Any = torch.cuda
+        if not self.communicator.uses_gpu:  # its first call there will wait for all before it
+            self.communicator.follow_all()
+            return call(*arguments) or ended()
         self.communicator.lead(cuda.current_stream(x.device).cuda_stream)
-        work = call(*arguments) or _ended()
+        work = call(*arguments) or ended()
         with cuda.device(x.device):
             if cuda.is_current_stream_capturing():  # a graph ends in the stream where it has begun
                 work.wait()
@@ -394,7 +435,7 @@ class Group(_Base):  # type: ignore[misc]
             work.wait()
             self.communicator.follow(cuda.current_stream(x.device).cuda_stream)
             return work
-        ends = _stream("nccl", x.device)
+        ends = stream_for("nccl", x.device)
         with cuda.stream(ends):  # `work.wait` would release memory that NCCL still uses
             work.get_future().wait()
         self.communicator.follow(ends.cuda_stream)
@@ -432,11 +473,6 @@ class Group(_Base):  # type: ignore[misc]
         return work
 
 
-def _ended() -> GroupWork:
-    """The work of a synchronous call of NCCL, which returns none: it is on the current stream."""
-    return GroupWork(None, [])
-
-
 class Abilities:
     """What torch asks of a group's backend: since 2.14, whether it sends messages at once."""
 
@@ -450,24 +486,6 @@ class Abilities:
         if name.startswith("supports_"):
             return False
         raise AttributeError(f"the backend linkweave has no {name}")
-
-
-class _Together:
-    """A `Work` that is done when all of several are."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self, timeout: float | None = None) -> None:
-        for work in self._works:
-            work.wait(timedelta(seconds=timeout or 0))
-
-    def done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-def _together(works: Sequence[Any], result: Tensors) -> GroupWork:
-    return GroupWork(_Together(works), result)
 
 
 def _whole(output: Any) -> tuple[Any, Callable[[], None] | None]:
@@ -491,109 +509,3 @@ def _spread(parts: Any, outputs: Tensors) -> None:
         for part, output in zip(parts, outputs, strict=True):
             output.copy_(part.view(output.shape))
             read_here(part)
-
-
-@cache
-def _stream(purpose: str, device: Any) -> Any:
-    """A stream of this process, on which nothing runs but waits."""
-    cuda: Any = torch.cuda
-    return cuda.Stream(device)
-
-
-_NO_TIMEOUT = timedelta(0)
-
-
-class GroupWork(dist.Work):
-    """Handle of a collective.
-
-    `work` is None if the call has returned. `result` holds the tensors that `result` and the future
-    give. `finish` moves the result into them, once, where the call could not.
-    """
-
-    def __init__(
-        self, work: Work | None, result: list[Any], finish: Callable[[], None] | None = None
-    ) -> None:
-        super().__init__()
-        self._work, self._result, self._finish = work, result, finish
-        self._lock = threading.Lock() if finish else None
-        if work is None:
-            self._finished()
-
-    def _finished(self) -> None:
-        if self._lock is None:
-            return
-        with self._lock:  # also while another thread moves the result
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait for the result, `timeout` at most. Raises what the collective raised."""
-        if self._work is not None:
-            self._work.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None)
-            self._finished()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the result is where it belongs."""
-        if self._work is None:
-            return True
-        if not self._work.done():
-            return False
-        if self._lock and self._raised() is None:
-            self._finished()
-        return True
-
-    def exception(self) -> BaseException | None:
-        """What the collective raised; None also while it runs."""
-        return self._raised() if self.is_completed() else None
-
-    def _raised(self) -> BaseException | None:
-        """What the collective raised, which is over."""
-        try:
-            self.wait()
-        except Exception as error:
-            return error
-        return None
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Any]:
-        return self._result
-
-    def _waits_only(self, device: Any) -> bool:
-        """Whether the end of the call is a wait of a stream that is not being captured."""
-        if not isinstance(self._work, GpuWork) or self._finish:
-            return False
-        if not all(x.is_contiguous() for x in self._result):
-            return False
-        with torch.cuda.device(device):
-            return not torch.cuda.is_current_stream_capturing()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the list of tensors. On a GPU it is complete at once, as torch's own are: a
-        stream that uses its value waits for the collective, but the current stream, on which
-        backward may go on, does not, unless a result has to be copied to where it belongs."""
-        devices = list({x.device for x in self._result if x.is_cuda})
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices or None)
-
-        def complete(_: Future[Any] | None) -> None:
-            try:
-                self.wait()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(self._result)
-
-        if isinstance(self._work, HostWork):
-            self._work.add_done_callback(complete)
-        elif devices and self._waits_only(devices[0]):
-            with torch.cuda.stream(_stream("futures", devices[0])):
-                complete(None)
-        else:
-            complete(None)
-        return future

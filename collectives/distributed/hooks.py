@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from linkweave.collectives.calls.communicator import get_default
-from linkweave.collectives.distributed.group import Group, GroupWork
+from linkweave.collectives.distributed.group import Group
+from linkweave.collectives.distributed.works import GroupWork
 from linkweave.kernels import cast
 
 Future = torch.futures.Future[torch.Tensor]

@@ -218,8 +218,13 @@ def test_without_an_order_they_wait_for_each_other(monkeypatch: pytest.MonkeyPat
 class Told(Communicator):
     """Writes down what a group asks of it."""
 
+    uses_gpu = True  # type: ignore[assignment]
+
     def __init__(self, said: list[Any]) -> None:
         self.said = said
+
+    def follow_all(self) -> None:
+        self.said.append("follow all")
 
     def lead(self, stream: int) -> None:
         self.said.append(("lead", stream))
@@ -256,7 +261,9 @@ def test_a_group_orders_them(
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: captured)
     monkeypatch.setattr(cuda, "device", lambda of: nullcontext())
-    monkeypatch.setattr(groups, "_stream", lambda purpose, device: SimpleNamespace(cuda_stream=20))
+    monkeypatch.setattr(
+        groups, "stream_for", lambda purpose, device: SimpleNamespace(cuda_stream=20)
+    )
     compute.cuda_stream = 1  # type: ignore[attr-defined]
 
     def theirs(name: str) -> Any:
@@ -282,19 +289,22 @@ def test_a_group_orders_them(
     said.clear()
     assert group._delegate("broadcast", x, [x]).wait()  # synchronous, on the current stream
     assert said == [("lead", 1), *([] if captured else [("follow", 1)])]
+    said.clear()
+    monkeypatch.setattr(Told, "uses_gpu", False)  # nothing of ours: NCCL's by itself
+    assert group._delegate("allreduce", x, [x]).keeps and said == ["follow all", "allreduce"]
 
 
 @needs_compiler
 @on_gpus(2, "a process a GPU")
 def test_the_first_call_on_a_gpu_follows_too(rank: int, machine: Machine) -> None:
-    """What this communicator follows before it has used its GPU."""
+    """What has been enqueued before this communicator has used its GPU."""
     comm: Any = get_default()
     device, busy = machine(rank), threading.Event()
     device._enqueue(7, lambda: busy.wait(60))
-    comm.follow(7)
+    assert not comm.uses_gpu
+    comm.follow_all()
+    threading.Timer(0.3, busy.set).start()
     comm.allreduce(x := tensor([1.0] * 9, stream=5))
-    comm.barrier()
-    assert x.array[0] == 1.0  # it waits
-    busy.set()
+    assert busy.is_set() and comm.uses_gpu
     comm.synchronize()
     assert x.array[-1] == 2

@@ -4,6 +4,7 @@ read on the host. Where this torch is a CPU build, those that copy a tensor are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,3 +174,41 @@ def test_what_a_group_needs_of_nccl_is_there() -> None:
              "allgather", "_reduce_scatter_base", "reduce_scatter", "alltoall_base", "alltoall",
              "gather", "scatter", "send", "recv", "recv_anysource")  # fmt: skip
     assert not [name for name in names if not hasattr(c10d.ProcessGroupNCCL, name)]
+
+
+def test_options_of_others_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"must be ProcessGroupNCCL\.Options, not 5"):
+        Group(SimpleNamespace(), 5)
+
+
+def test_a_timeout_that_would_not_change_is_refused(group: Any) -> None:
+    group._timeout = timedelta(seconds=9)
+    with pytest.raises(RuntimeError, match=r"stays 0:00:09, as given to init_process_group"):
+        group.set_timeout(timedelta(seconds=1))
+
+
+def test_nccls_group_ends_by_itself_before_it_is_deleted(group: Any) -> None:
+    """torch would abort what it still does."""
+    said: list[str] = []
+    group._others["cuda"] = SimpleNamespace(shutdown=lambda: said.append("shutdown"),
+                                            abort=lambda: said.append("abort"))  # fmt: skip
+    group.communicator = SimpleNamespace(
+        close=lambda: said.append("close"), abort=lambda why: said.append("abort ours")
+    )
+    group.shutdown()
+    assert said == ["shutdown", "close"] and not group._others
+    said.clear()
+    group._others["cuda"] = SimpleNamespace(abort=lambda: said.append("abort"))
+    group.abort()
+    assert said == ["abort ours", "abort", "close"]
+
+
+def test_a_barrier_waits_for_the_stream(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: said.append("stream"))
+    for name, what in (("is_initialized", lambda: True), ("current_stream", lambda: stream),
+                       ("is_current_stream_capturing", lambda: False)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, what)
+    group.communicator = SimpleNamespace(barrier=lambda async_op: said.append("ranks"))
+    group.barrier()
+    assert said == ["stream", "ranks"]
