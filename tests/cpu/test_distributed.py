@@ -185,6 +185,21 @@ def test_the_profiler_shows_calls(rank: int) -> None:
     assert gathered.startswith("linkweave:gather (group 0) [[12]")
 
 
+@in_group(3)
+def test_a_gather_into_one_tensor(rank: int) -> None:
+    """As torch makes it since 2.14."""
+    group: Any = dist.group.WORLD
+    opts = torch._C._distributed_c10d.GatherOptions()
+    opts.rootRank = 1
+    whole = torch.zeros(3, 5) if rank == 1 else torch.empty(0)
+    group.gather_single(whole, values(rank, 5), opts).wait()
+    if rank == 1:
+        assert torch.equal(whole, torch.stack([values(r, 5) for r in range(3)]))
+    opts.rootRank = rank  # nothing is sent
+    with pytest.raises(ValueError, match=r"gather_single: 4 elements, .* for 3 ranks of 5"):
+        group.gather_single(torch.zeros(4), values(rank, 5), opts)
+
+
 def wrong_lists(rank: int) -> list[str]:
     """Only the root has them; all ranks go on."""
     x, said = torch.ones(3), []
