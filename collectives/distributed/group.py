@@ -308,9 +308,9 @@ class Group(_Base):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> Any:
         opts = opts or c10d.BarrierOptions()
         cuda: Any = torch.cuda
-        if cuda.is_initialized() and "cuda" in self._devices:
-            if not cuda.is_current_stream_capturing():
-                cuda.current_stream().synchronize()  # as in NCCL's
+        waits = cuda.is_initialized() and "cuda" in self._devices
+        if waits and not cuda.is_current_stream_capturing():
+            cuda.current_stream().synchronize()  # as in NCCL's
         return self._run(opts, "barrier", [], None)
 
     # ---- several at once ---------------------------------------------------------------------
