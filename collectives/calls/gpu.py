@@ -120,9 +120,17 @@ class GpuCalls(GpuLauncher):
         Does not wait for replays of graphs. Must not be called during a capture.
         """
 
+        known = math.inf  # since when a failure is known
+
         def over() -> bool:
-            self.quick_check()  # what has failed may never be over
-            return self.ready(self._done)
+            nonlocal known
+            if self.ready(self._done):
+                return True
+            if self._health.broken or self._watchdog.over:
+                known = min(known, time.monotonic())
+                if time.monotonic() - known > STUCK:
+                    self.quick_check()
+            return False
 
         until(over)
         self.check()
@@ -173,6 +181,7 @@ class GpuCalls(GpuLauncher):
 
 
 SPIN, POLL = 0.001, 0.0005  # s: how long a wait does not sleep, and how long it then sleeps at once
+STUCK = 30.0  # s: after a known failure, how long a launch may take to end, which may never begin
 
 
 def until(done: Callable[[], bool], timeout: float = math.inf) -> None:

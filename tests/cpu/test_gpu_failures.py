@@ -21,6 +21,7 @@ from host_gpu import HostTensor, needs_compiler
 
 from linkweave import collectives
 from linkweave.collectives import CollectiveAborted, CollectiveError, CollectiveTimeout
+from linkweave.collectives.calls import gpu as calls_gpu
 from linkweave.collectives.calls.communicator import get_default
 from linkweave.collectives.runtime.cpu import control
 from linkweave.collectives.runtime.gpu import memory
@@ -456,6 +457,7 @@ def test_parts_of_threads_are_refused_host_memory_too(rank: int) -> None:
 def test_what_has_failed_is_not_waited_for(rank: int, machine: Machine) -> None:
     """Rank 0's launch is stuck behind another one's kernel until the test ends."""
     comm, stuck = get_default(), threading.Event()
+    calls_gpu.STUCK = 0.5
     comm.allreduce(x := tensor([1.0], stream=5))
     comm.synchronize()
     hurry(comm, 1)
