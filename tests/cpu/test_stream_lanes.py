@@ -16,8 +16,8 @@ from torch import nn
 
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.calls.gpu import GpuWork
-from linkweave.collectives.distributed import group
-from linkweave.collectives.distributed.group import GroupWork
+from linkweave.collectives.distributed import works
+from linkweave.collectives.distributed.works import GroupWork
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.overlap.units import Unit
 from linkweave.collectives.training.embedding.optimizer import Embeddings
@@ -247,7 +247,7 @@ def test_a_future_keeps_no_stream_of_backward_waiting(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda of: nullcontext())
     aside = Stream()
-    monkeypatch.setattr(group, "_stream", lambda purpose, device: aside)
+    monkeypatch.setattr(works, "stream_for", lambda purpose, device: aside)
     bucket, turned = (
         SimpleNamespace(is_cuda=True, device="cuda:0", is_contiguous=lambda is_so=is_so: is_so)
         for is_so in (True, False)
@@ -258,7 +258,7 @@ def test_a_future_keeps_no_stream_of_backward_waiting(
     GroupWork(work, [turned]).get_future()  # whose end is a copy, in the current stream
     late = compute.record_event()
     assert not late._passed.is_set()
-    both = group._together([GroupWork(work, [bucket])] * 2, [bucket])
+    both = works.together([GroupWork(work, [bucket])] * 2, [bucket])
     both.get_future()  # each of which may end by a copy
     held.set()
     future.event.synchronize()
