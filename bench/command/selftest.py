@@ -84,7 +84,7 @@ def choose(asked: str, count: int) -> list[int]:
     if asked in ("all", "none"):
         return [*range(count)] if asked == "all" else []
     words = asked.split(",")
-    if not all(word.isascii() and word.isdigit() and int(word) < count for word in words):
+    if not all(word.isdecimal() and int(word) < count for word in words):
         raise CollectiveError(
             f"--gpus takes all, none, or indices such as 0,1; here are {count} GPUs, not {asked!r}"
         )

@@ -94,14 +94,28 @@ def wrapped(
         yield made
         made.close()
         return
-    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    os.environ["LINKWEAVE_CUDA"] = "linkweave"  # NCCL takes one rank of a GPU only
+    with on_backend("linkweave", rank, size, folder):  # NCCL takes one rank of a GPU only
+        yield DistributedDataParallel(model)
+
+
+@contextmanager
+def on_backend(engine: str, rank: int, size: int, folder: str) -> Iterator[None]:
+    """torch's default process group is one of linkweave, whose CUDA calls this engine carries."""
+    import torch.distributed as dist
+
+    os.environ["LINKWEAVE_CUDA"] = engine
     dist.init_process_group("linkweave", init_method=f"file://{folder}/meet", rank=rank,
                             world_size=size, timeout=timedelta(seconds=60))  # fmt: skip
-    yield DistributedDataParallel(model)
+    yield
     dist.destroy_process_group()
+
+
+def need_backend(arrays: Arrays) -> None:
+    arrays.load()
+    if tuple(map(int, version("torch").split(".")[:2])) < OLDEST:
+        raise LeftOut(f"the backend of torch.distributed needs torch {OLDEST[0]}.{OLDEST[1]}")
 
 
 def trained(
@@ -132,45 +146,32 @@ def called(rank: int, arrays: Arrays, folder: str, device: str) -> int:
     import torch
     import torch.distributed as dist
 
-    os.environ["LINKWEAVE_CUDA"] = "nccl"
     size = collectives.get_default().size
-    dist.init_process_group("linkweave", init_method=f"file://{folder}/meet", rank=rank,
-                            world_size=size, timeout=timedelta(seconds=60))  # fmt: skip
     x, total = torch.full((1000,), rank + 1.0, device=device), size * (size + 1) / 2
-    dist.all_reduce(each := x.clone())
-    dist.all_reduce(later := x.clone(), async_op=True).wait()
-    dist.broadcast(first := x.clone(), 0)
-    dist.all_gather(rows := [torch.empty_like(x) for _ in range(size)], x)
-    dist.barrier()
-    found = [
-        (each, total),
-        (later, total),
-        (first, 1.0),
-        *zip(rows, range(1, size + 1), strict=True),
-    ]
-    for i, (got, want) in enumerate(found):
+    with on_backend("nccl", rank, size, folder):
+        dist.all_reduce(each := x.clone())
+        dist.all_reduce(later := x.clone(), async_op=True).wait()
+        dist.broadcast(first := x.clone(), 0)
+        dist.all_gather(rows := [torch.empty_like(x) for _ in range(size)], x)
+        dist.barrier()
+    numbered = zip(rows, range(1, size + 1), strict=True)
+    found = [(each, total), (later, total), (first, 1.0), *numbered]
+    return sum(
         same(got.cpu().numpy(), np.full(1000, want, np.float32), f"call {i} over NCCL, rank {rank}")
-    dist.destroy_process_group()
-    return len(found)
+        for i, (got, want) in enumerate(found)
+    )
 
 
 def over_nccl(arrays: Arrays, ranks: int, device: str = "cuda") -> Result:
     """torch's own calls over the backend "linkweave", whose CUDA collectives go to NCCL."""
-    arrays.load()
-    refuse_older_torch()
+    need_backend(arrays)
     with tempfile.TemporaryDirectory() as folder:
         return {"checked": sum(on_ranks(called, ranks, arrays, folder, device, timeout=60))}
 
 
-def refuse_older_torch() -> None:
-    if tuple(map(int, version("torch").split(".")[:2])) < OLDEST:
-        raise LeftOut(f"the backend of torch.distributed needs torch {OLDEST[0]}.{OLDEST[1]}")
-
-
 def train(arrays: Arrays, ranks: int, policy: str, device: str = "cuda") -> Result:
     if policy == DDP:
-        arrays.load()
-        refuse_older_torch()
+        need_backend(arrays)
     with tempfile.TemporaryDirectory() as folder:
         found = on_ranks(trained, ranks, arrays, policy, device, folder, timeout=60)
     if (apart := max(row[1] for row in found)) > CLOSE:

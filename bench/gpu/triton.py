@@ -70,22 +70,19 @@ class TritonRows:
                           lambda: there.copy_(ours * (1 / 3)))  # fmt: skip
 
     def adam(self) -> Result:
-        from linkweave.kernels import optim  # needs torch
-
-        return self._update(optim.adam, 3, 28, {"lr": 1e-3, "step": 3})
+        return self._update("adam", 3, 28, {"lr": 1e-3, "step": 3})
 
     def sgd(self) -> Result:
-        from linkweave.kernels import optim
+        return self._update("sgd", 2, 20, {"lr": 1e-3, "momentum": 0.9})
 
-        return self._update(optim.sgd, 2, 20, {"lr": 1e-3, "momentum": 0.9})
-
-    def _update(self, step: Any, others: int, nbytes: int, how: dict[str, Any]) -> Result:
+    def _update(self, name: str, others: int, nbytes: int, how: dict[str, Any]) -> Result:
         """An update of many tensors beside torch's fused one. `others`: gradients and states;
         `nbytes`: of an element, read and written."""
         import torch
 
-        from linkweave.kernels import optim
+        from linkweave.kernels import optim  # needs torch
 
+        step = getattr(optim, name)
         sizes = [self.elements // TENSORS // 4 * 4] * TENSORS
         columns = [[torch.randn(n).abs_() for n in sizes] for _ in range(1 + others)]
         placed = [[x.to(self.device, copy=True) for x in column] for column in columns]
@@ -93,12 +90,12 @@ class TritonRows:
         step(optim.Table(*columns), **how)
         step(table, **how)
         for ours, wanted in zip(placed, columns, strict=True):
-            self.same(ours, wanted, step.__name__)
+            self.same(ours, wanted, name)
         params = [x.clone().requires_grad_() for x in placed[0]]
         for param, grad in zip(params, placed[1], strict=True):
             param.grad = grad
         fused = {"fused": self.device.startswith("cuda")}
-        theirs = (torch.optim.Adam(params, lr=1e-3, **fused) if step is optim.adam
+        theirs = (torch.optim.Adam(params, lr=1e-3, **fused) if name == "adam"
                   else torch.optim.SGD(params, lr=1e-3, momentum=0.9, **fused))  # fmt: skip
         return self.timed(nbytes * sum(sizes), lambda: step(table, **how), theirs.step)
 

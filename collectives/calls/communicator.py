@@ -235,18 +235,17 @@ class Communicator(Methods):
             self._gpu.lead(stream)
 
     def follow(self, stream: int) -> None:
-        """Make this communicator's later calls on its GPU wait for the work on a CUDA stream."""
-        if self._gpu is not None:
+        """Make this communicator's later calls on its GPU wait for the work on a CUDA stream. The
+        first one ever waits, on the host, for all work of the process there."""
+        if self._gpu is None:
+            self._follows_all = True
+        else:
             self._gpu.follow(stream)
 
     @property
     def uses_gpu(self) -> bool:
         """Whether it has made calls on its GPU."""
         return self._gpu is not None
-
-    def follow_all(self) -> None:
-        """Make the first call on its GPU wait, on the host, for all work of the process there."""
-        self._follows_all = True
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """An uninitialised CPU tensor in memory that all ranks share.

@@ -351,28 +351,27 @@ class GpuWork:
         """
         if timeout is not None:
             until(self.done, timeout)
-        device, stream, crosses = self._gpu.device, stream_of(self._x), False
+        stream = stream_of(self._x)
         with self._gpu.using(known=timeout is None):  # who waits learns of all
             with self._lock:
                 if self._event is not None:
-                    crosses = self._crosses(device.capturing(stream))
-                    if not crosses:
-                        device.wait(self._event, stream)
-            if not crosses:
-                self._context.finish()
-        if crosses:
-            raise CollectiveError(
-                "a captured call can only be waited for within the same capture"
-                if self._captured else "wait for this call before the capture begins"
-            )  # fmt: skip
+                    if self._crosses(stream):
+                        raise CollectiveError(
+                            "a captured call can only be waited for within the same capture"
+                            if self._captured else "wait for this call before the capture begins"
+                        )  # fmt: skip
+                    self._gpu.device.wait(self._event, stream)
+            self._context.finish()
         return self._result
 
-    def _crosses(self, capture: int) -> bool:
-        """Whether a wait within this capture (0: none) is on the other side of a begin or an end.
+    def _crosses(self, stream: int) -> bool:
+        """Whether a wait on this stream is on the other side of the begin or the end of a capture.
         A stream that is no part of the call's own capture becomes one by the wait."""
+        device = self._gpu.device
+        capture = device.capturing(stream)
         if not self._captured:
             return bool(capture)
-        going_on = self._gpu.device.capturing(self._context.caller) == self._captured
+        going_on = device.capturing(self._context.caller) == self._captured
         return not going_on or capture not in (0, self._captured)
 
     def done(self) -> bool:
@@ -411,7 +410,7 @@ class GpuQueue(GpuWork):
             call, counted = self._context.made or (None, None)
             if self._event is None or call is None or counted is None:
                 return
-            if self._crosses(self._gpu.device.capturing(stream)):
+            if self._crosses(stream):
                 raise CollectiveError(
                     "a captured queue can only be dequeued within the same capture"
                     if self._captured else "dequeue this queue outside of captures"

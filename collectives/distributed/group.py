@@ -422,10 +422,11 @@ class Group(_Base):  # type: ignore[misc]
     ) -> Any:
         """Make a collective of NCCL, which begins behind the current stream, after ours."""
         cuda: Any = torch.cuda
+        stream = cuda.current_stream(x.device).cuda_stream
         if not self.communicator.uses_gpu:  # its first call there will wait for all before it
-            self.communicator.follow_all()
+            self.communicator.follow(stream)
             return call(*arguments) or ended()
-        self.communicator.lead(cuda.current_stream(x.device).cuda_stream)
+        self.communicator.lead(stream)
         work = call(*arguments) or ended()
         with cuda.device(x.device):
             if cuda.is_current_stream_capturing():  # a graph ends in the stream where it has begun
@@ -433,7 +434,7 @@ class Group(_Base):  # type: ignore[misc]
                 return work
         if name in _WITHOUT_FUTURE or isinstance(work, GroupWork):
             work.wait()
-            self.communicator.follow(cuda.current_stream(x.device).cuda_stream)
+            self.communicator.follow(stream)
             return work
         ends = stream_for("nccl", x.device)
         with cuda.stream(ends):  # `work.wait` would release memory that NCCL still uses

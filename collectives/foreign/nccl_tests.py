@@ -109,7 +109,7 @@ def _from_text(text: str, where: str) -> Iterator[Row]:
                 raise CollectiveError(f"{where} has times of the CPU (-C), not of collectives")
             columns = words
             continue
-        if not columns or line.lstrip().startswith("#") or not words or not words[0].isdigit():
+        if not columns or line.lstrip().startswith("#") or not words or not words[0].isdecimal():
             continue
         # a line that was cut short, or columns that have been added behind those of the header
         at = {name: columns.index(name) for name in ("time", "algbw", "busbw")}

@@ -223,9 +223,6 @@ class Told(Communicator):
     def __init__(self, said: list[Any]) -> None:
         self.said = said
 
-    def follow_all(self) -> None:
-        self.said.append("follow all")
-
     def lead(self, stream: int) -> None:
         self.said.append(("lead", stream))
 
@@ -291,7 +288,7 @@ def test_a_group_orders_them(
     assert said == [("lead", 1), *([] if captured else [("follow", 1)])]
     said.clear()
     monkeypatch.setattr(Told, "uses_gpu", False)  # nothing of ours: NCCL's by itself
-    assert group._delegate("allreduce", x, [x]).keeps and said == ["follow all", "allreduce"]
+    assert group._delegate("allreduce", x, [x]).keeps and said == [("follow", 1), "allreduce"]
 
 
 @needs_compiler
@@ -302,7 +299,7 @@ def test_the_first_call_on_a_gpu_follows_too(rank: int, machine: Machine) -> Non
     device, busy = machine(rank), threading.Event()
     device._enqueue(7, lambda: busy.wait(60))
     assert not comm.uses_gpu
-    comm.follow_all()
+    comm.follow(7)
     threading.Timer(0.3, busy.set).start()
     comm.allreduce(x := tensor([1.0] * 9, stream=5))
     assert busy.is_set() and comm.uses_gpu

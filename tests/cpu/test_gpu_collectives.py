@@ -393,6 +393,7 @@ def test_auto_takes_what_the_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"device": "gpu"}, "unknown device 'gpu'; choose from cpu, cuda, cuda:N"),
         ({"device": "cuda:x"}, "unknown device 'cuda:x'"),
+        ({"device": "cuda:\N{SUPERSCRIPT TWO}"}, "unknown device"),
         ({"virtual": True}, "virtual ranks share a GPU: say device='cuda:0'"),
         ({"max_blocks": 0}, "max_blocks must be an integer of at least 1, not 0"),
         ({"max_blocks": True}, "max_blocks must be an integer of at least 1, not True"),

@@ -245,6 +245,6 @@ def _cpu_names(cpus: Sequence[Sequence[Vertex]], numa: Mapping[int, str]) -> lis
     """Names of CPUs: by NUMA node if each CPU's GPUs have one of their own, else in order."""
     nodes = [{numa.get(v, "") for v in members if isinstance(v, int)} for members in cpus]
     told = [next(iter(n)) for n in nodes if len(n) == 1]
-    if len(told) == len(cpus) == len(set(told)) and all(t.isdigit() for t in told):
+    if len(told) == len(cpus) == len(set(told)) and all(t.isdecimal() for t in told):
         return [f"cpu{int(t)}" for t in told]
     return [f"cpu{i}" for i in range(len(cpus))]

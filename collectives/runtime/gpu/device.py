@@ -82,7 +82,7 @@ def open_device(index: int) -> Device:
 def gpu_named(device: str) -> int | None:
     """N of "cuda:N", None of "cuda". Raises CollectiveError for anything else."""
     kind, _, number = device.partition(":")
-    if kind != "cuda" or (":" in device and not number.isdigit()):
+    if kind != "cuda" or (":" in device and not number.isdecimal()):
         raise CollectiveError(f"unknown device {device!r}; choose from cpu, cuda, cuda:N")
     return int(number) if number else None
 
