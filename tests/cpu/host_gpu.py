@@ -315,8 +315,9 @@ class HostDevice:
         self._enqueue(stream, self._events[event].wait)
 
     def ready(self, event: int) -> bool:
+        done = self._events[event].is_set()  # before the error is read, as it may come in between
         self.alive(capturing=False)
-        return self._events[event].is_set()
+        return done
 
     # ---- peers -------------------------------------------------------------------------------
     def identity(self) -> tuple[str, str]:

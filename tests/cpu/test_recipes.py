@@ -20,7 +20,7 @@ SAID = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("package", "script"), zip(SAID, SCRIPTS, strict=True), ids=SAID)
+@pytest.mark.parametrize(("package", "script"), list(zip(SAID, SCRIPTS, strict=True)), ids=SAID)
 def test_a_recipe_trains(package: str, script: str, tmp_path: Path) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed")
     path = tmp_path / "train.py"
