@@ -101,6 +101,12 @@ template <class T> __device__ __forceinline__ T scan_warp(T v, T& total) {
     total = __shfl_sync(0xffffffff, upto, 31);
     return upto - v;
 }
+
+// The lanes of a warp, as bits, whose `v` is this thread's; all of them call it together.
+__device__ __forceinline__ u32 same_in_warp(u32 v) { return __match_any_sync(0xffffffff, v); }
+
+// Threads of a warp see what its others have written to shared memory before it.
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
 #endif
 
 // A waiting thread looks at the GPU's stop word after each SPINS polls, and at the host's abort

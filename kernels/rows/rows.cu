@@ -39,16 +39,19 @@ __device__ __forceinline__ void add_windows(const Rows& a) {
         Sum sum = 0;
 #pragma unroll 1
         for (u64 i = start; i < stop; i += AHEAD) {
+            u32 of[AHEAD], from[AHEAD];
             Sum row[AHEAD];
-            u32 of[AHEAD];
 #pragma unroll
-            for (int u = 0; u < AHEAD; ++u) {
-                const bool here = i + u < stop;
-                of[u] = here ? a.run[i + u] : 0;
-                row[u] = here ? widen(a.values[u64(a.order[i + u]) * a.width + column]) : 0;
+            for (u32 u = 0; u < AHEAD; ++u) {
+                const u32 on = u < stop - i ? u : 0;  // a branch would wait for loads
+                of[u] = a.run[i + on];
+                from[u] = a.order[i + on];
             }
 #pragma unroll
-            for (int u = 0; u < AHEAD; ++u) {
+            for (u32 u = 0; u < AHEAD; ++u)
+                row[u] = widen(a.values[from[u] * a.width + column]);
+#pragma unroll
+            for (u32 u = 0; u < AHEAD; ++u) {
                 if (i + u >= stop) break;
                 if (of[u] != run) {
                     if (begun) a.head[id] = sum;
@@ -71,14 +74,29 @@ __device__ __forceinline__ void join_windows(const Rows& a) {
     const u64 windows = (a.n + WINDOW - 1) / WINDOW;
     EACH(id, windows * a.width) {
         const u64 w = id / a.width, column = id % a.width, start = w * WINDOW;
-        u64 stop = start + WINDOW;
+        const u64 stop = start + WINDOW;
         if (stop >= a.n) continue;
         const u32 run = a.run[stop - 1];
         if (a.run[stop] != run) continue;  // no run continues in the next window
         if (a.run[start] == run && start && a.run[start - 1] == run) continue;  // it began earlier
         Sum sum = a.tail[id];
-        for (u64 next = w + 1; stop < a.n && a.run[stop] == run; ++next, stop += WINDOW)
-            sum += a.head[next * a.width + column];
+        bool on[AHEAD] = {};  // whether the run continues in a window; it may do so in thousands
+        u64 next = w + 1;
+        do {
+            Sum head[AHEAD];
+#pragma unroll
+            for (u32 u = 0; u < AHEAD; ++u) {
+                const u64 at = (next + u) * WINDOW;
+                on[u] = (a.run[at < a.n ? at : start] == run) & (at < a.n);
+            }
+#pragma unroll
+            for (u32 u = 0; u < AHEAD; ++u)
+                head[u] = a.head[(on[u] ? next + u : w) * a.width + column];
+#pragma unroll
+            for (u32 u = 0; u < AHEAD; ++u)
+                if (on[u]) sum += head[u];
+            next += AHEAD;
+        } while (on[AHEAD - 1]);
         put(a, run, column, sum);
     }
 }

@@ -1,9 +1,9 @@
 // A stable radix sort of indices with their positions, and the runs of equal indices.
 //
 // A pass sorts by 8 bits: `histogram` counts the digits of each block, `offsets` (one block) adds
-// them up in the order (digit, block), and `scatter` writes. A block scatters `blockDim` adjacent
-// elements at a time; each thread counts the earlier ones with its digit, so the sort is stable.
-// The first pass reads the caller's indices. Then `runs` counts and `name` numbers the runs. All
+// them up in the order (digit, block), and `scatter` writes. A warp of it ranks adjacent elements,
+// a row of them at a time, among those with the same digit, behind the earlier warps of the block,
+// so the sort is stable. The first pass reads the caller's indices. Then `runs` counts and `name` numbers the runs. All
 // launches go to one stream.
 // Bounds: an index out of range is reported and sorted by its low bits; no address depends on the
 // value of an index.
@@ -16,7 +16,7 @@
 #define KEY u32
 #endif
 
-enum { RADIX = 256 };
+enum { RADIX = 256, ROWS = 4 };  // rows that a warp ranks at a time
 
 struct Sort {
     const INDEX* indices;  // [n]: the keys of the first pass; 0 in later passes
@@ -39,7 +39,10 @@ __device__ __forceinline__ KEY key_at(const Sort& a, u64 i) {
     return a.indices ? KEY(a.indices[i]) : a.keys[i];
 }
 
-struct SortScratch { u32 bins[RADIX]; u32 scan[WARPS]; u8 digit[THREADS]; u64 sums[WARPS]; };
+// `of` counts a warp's digits, and is then the place of its first element with each.
+struct SortScratch {
+    u32 bins[RADIX]; u32 of[WARPS][RADIX]; u32 scan[WARPS]; u64 sums[WARPS];
+};
 
 __device__ __forceinline__ void count_digits(const Sort& a) {
     SHARED(SortScratch, scratch);
@@ -74,22 +77,51 @@ __device__ __forceinline__ void scatter_pairs(const Sort& a) {
     SHARED(SortScratch, scratch);
     for (u32 i = threadIdx.x; i < RADIX; i += blockDim.x)
         scratch.bins[i] = a.counts[i * gridDim.x + blockIdx.x];
+    const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, width = warp_size();
     const u64 start = blockIdx.x * a.chunk;
-    for (u64 first = start; first < start + a.chunk && first < a.n; first += blockDim.x) {
-        const u64 i = first + threadIdx.x;
-        const bool here = i < start + a.chunk && i < a.n;
-        const KEY key = here ? key_at(a, i) : 0;
-        const u32 digit = u32(key >> a.shift) & (RADIX - 1);
-        scratch.digit[threadIdx.x] = u8(digit);
+    const u64 stop = start + a.chunk < a.n ? start + a.chunk : a.n;
+    for (u64 first = start; first < stop; first += ROWS * blockDim.x) {
+        for (u32 i = threadIdx.x; i < WARPS * RADIX; i += blockDim.x)
+            scratch.of[i / RADIX][i % RADIX] = 0;
         __syncthreads();
-        u32 rank = 0;
-        for (u32 t = 0; t < threadIdx.x; ++t) rank += scratch.digit[t] == digit;
-        const u64 to = here ? u64(scratch.bins[digit]) + rank : 0;
+        const u64 mine = first + u64(warp) * ROWS * width + lane;
+        KEY keys[ROWS];
+#pragma unroll
+        for (u32 r = 0; r < ROWS; ++r)
+            keys[r] = mine + r * width < stop ? key_at(a, mine + r * width) : 0;
+        u32 ranks[ROWS];
+#pragma unroll
+        for (u32 r = 0; r < ROWS; ++r) {
+            const bool here = mine + r * width < stop;
+            const u32 digit = u32(keys[r] >> a.shift) & (RADIX - 1);
+            const u32 same = same_in_warp(here ? digit : u32(RADIX));
+            const u32 earlier = __popc(same & ((1u << lane) - 1));
+            const u32 before = scratch.of[warp][digit];
+            sync_warp();
+            if (here && !earlier) scratch.of[warp][digit] = before + __popc(same);
+            sync_warp();
+            ranks[r] = before + earlier;
+        }
         __syncthreads();
-        if (here) {
-            count_up(&scratch.bins[digit], 1u);  // the offset of the next elements
-            a.keys_out[to] = key;
-            a.order_out[to] = a.indices ? u32(i) : a.order[i];
+        for (u32 d = threadIdx.x; d < RADIX; d += blockDim.x) {
+            u32 to = scratch.bins[d];
+#pragma unroll
+            for (u32 w = 0; w < WARPS; ++w) {
+                const u32 number = scratch.of[w][d];
+                scratch.of[w][d] = to;
+                to += number;
+            }
+            scratch.bins[d] = to;  // of the next elements
+        }
+        __syncthreads();
+#pragma unroll
+        for (u32 r = 0; r < ROWS; ++r) {
+            const u64 i = mine + r * width;
+            if (i < stop) {
+                const u64 to = scratch.of[warp][u32(keys[r] >> a.shift) & (RADIX - 1)] + ranks[r];
+                a.keys_out[to] = keys[r];
+                a.order_out[to] = a.indices ? u32(i) : a.order[i];
+            }
         }
         __syncthreads();
     }

@@ -431,6 +431,16 @@ def test_four_wide_loads_are_in_flight_while_the_row_is_read(dtype: str) -> None
     assert accesses == "read " + residual
 
 
+@pytest.mark.parametrize(("name", "loads"), [("windows", 24), ("join", 16)])
+def test_eight_rows_are_in_flight(name: str, loads: int) -> None:
+    """The loads of eight rows, or of eight windows' sums, stand between two branches, so that the
+    assembler issues them before it waits: of each its run, its value, and in a window its place."""
+    made = Nvrtc().compile(source("rows/rows.cu"), (*PLAIN, *FLOAT), 80)[name]
+    text = made.ptx.split(f".entry {name}(")[1].split(".entry ")[0]
+    found = [part.count("\tld.global") for part in re.split(r"\tbra|\n\$L", text)]
+    assert max(found) == loads
+
+
 @pytest.mark.parametrize("sanitizer", [pytest.param("thread", marks=pytest.mark.slow), "address"])
 def test_no_sanitizer_complains(sanitizer: str) -> None:
     """In a process of its own, into which the sanitizer is loaded first."""

@@ -312,6 +312,18 @@ template <class T> T scan_warp(T v, T& total) {
     ::shim::meet(mine.warps[t / ::shim::WARP]);
     return before;
 }
+inline void sync_warp() { ::shim::meet(::shim::block->warps[::shim::thread_index.x / ::shim::WARP]); }
+inline uint32_t same_in_warp(uint32_t v) {
+    ::shim::Block& mine = *::shim::block;
+    const unsigned t = ::shim::thread_index.x, first = t / ::shim::WARP * ::shim::WARP;
+    mine.values[t] = v;
+    sync_warp();
+    uint32_t same = 0;
+    for (unsigned i = first; i < first + ::shim::WARP && i < mine.values.size(); ++i)
+        same |= uint32_t(mine.values[i] == v) << (i - first);
+    sync_warp();
+    return same;
+}
 #define KERNEL(name, T, body)                                                         \
     extern "C" void name(const T* argument, unsigned blocks, unsigned threads) {      \
         const T a = *argument;                                                        \
