@@ -71,7 +71,7 @@ class Communicator(Methods):
         self.rank, self.size, self._health = calls.rank, calls.size, calls.health
         self._arena, self._team, self._part = arena, team, part
         self._gpu: GpuCalls | None = None  # created by the first call on a GPU
-        self._follows_all = False  # whether that waits for all work of the process on the GPU
+        self._follows: set[int] = set()  # the CUDA streams that it waits for
         self._lock, self._worker = threading.Lock(), Worker()
         self._point_to_point = PointToPoint(calls, settings)
         self._before_close: list[Callable[[], None]] = []
@@ -199,8 +199,8 @@ class Communicator(Methods):
             self._worker.drain()  # ranks may synchronise, which must keep the order of calls
             if self._gpu is None:
                 self._gpu = GpuCalls(number, self._calls, self.settings, self._team, self._part)
-                if self._follows_all:
-                    self._gpu.device.finish()
+                for stream in self._follows:
+                    self._gpu.follow(stream)
             return self._gpu
 
     def _own_gpu(self) -> int | None:
@@ -235,10 +235,10 @@ class Communicator(Methods):
             self._gpu.lead(stream)
 
     def follow(self, stream: int) -> None:
-        """Make this communicator's later calls on its GPU wait for the work on a CUDA stream. The
-        first one ever waits, on the host, for all work of the process there."""
+        """Make this communicator's later calls on its GPU wait for the work on a CUDA stream: the
+        first one ever for all that is there by then."""
         if self._gpu is None:
-            self._follows_all = True
+            self._follows.add(stream)
         else:
             self._gpu.follow(stream)
 

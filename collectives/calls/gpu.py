@@ -75,8 +75,8 @@ class GpuCalls(GpuLauncher):
         capture = self.device.capturing(caller)
         self._captures = bool(capture)
         ready = None if capture else ready
-        while not capture and self._under_way and self._under_way[0].over():
-            self._under_way.popleft()  # they end in this order
+        if not capture:
+            self._release()
         stream = self._side if async_op else caller
         done = self._done_captured if capture else self._done
         if not capture or capture == self._capture:
@@ -111,8 +111,17 @@ class GpuCalls(GpuLauncher):
             self._captured.append(event)
             self._in_graphs.append(context)
         else:
-            self._under_way.append(work)
+            self.keep(work)
         return work
+
+    def _release(self) -> None:
+        """Let go of the tensors of asynchronous calls that are over; they end in this order."""
+        while self._under_way and self._under_way[0].over():
+            self._under_way.popleft()
+
+    def keep(self, work: GpuWork) -> None:
+        """Keep a work's event and tensors until it is over."""
+        self._under_way.append(work)
 
     def synchronise(self) -> None:
         """Block until this rank's calls have finished, and raise their errors.
@@ -134,6 +143,8 @@ class GpuCalls(GpuLauncher):
 
         until(over)
         self.check()
+        with self.enqueueing:
+            self._release()
 
     def lead(self, stream: int) -> None:
         """Make later work on a stream wait for the calls so far."""
@@ -324,18 +335,20 @@ class GpuContext:
             self.gpu.join(self.stream, self.caller)
             self.begun = True
 
-    def finish(self) -> None:
-        """Copy results back into non-contiguous tensors, on the caller's stream."""
-        for done in self._later:
+    def finish(self) -> bool:
+        """Copy results back into non-contiguous tensors, on the caller's stream, once; says whether
+        there are any."""
+        later, self._later = self._later, []
+        for done in later:
             done()
-        self._later.clear()
+        return bool(later)
 
 
 class GpuWork:
     """`Work` of a call on a side stream. Keeps the call's tensors alive until it has finished."""
 
     def __init__(
-        self, gpu: GpuLauncher, context: GpuContext, x: Any, result: Any, event: int, captured: int
+        self, gpu: GpuCalls, context: GpuContext, x: Any, result: Any, event: int, captured: int
     ) -> None:
         self._gpu, self._context, self._x, self._result = gpu, context, x, result
         self._event: int | None = event  # recorded behind the call
@@ -352,16 +365,19 @@ class GpuWork:
         if timeout is not None:
             until(self.done, timeout)
         stream = stream_of(self._x)
-        with self._gpu.using(known=timeout is None):  # who waits learns of all
-            with self._lock:
-                if self._event is not None:
-                    if self._crosses(stream):
-                        raise CollectiveError(
-                            "a captured call can only be waited for within the same capture"
-                            if self._captured else "wait for this call before the capture begins"
-                        )  # fmt: skip
-                    self._gpu.device.wait(self._event, stream)
-            self._context.finish()
+        with self._gpu.using(known=timeout is None), self._lock:  # who waits learns of all
+            if self._event is not None:
+                if self._crosses(stream):
+                    raise CollectiveError(
+                        "a captured call can only be waited for within the same capture"
+                        if self._captured else "wait for this call before the capture begins"
+                    )  # fmt: skip
+                self._gpu.device.wait(self._event, stream)
+            if self._context.finish():  # for which waits of other streams shall wait too
+                if self._event is None:
+                    self._event = self._gpu.device.make_event()
+                    self._gpu.keep(self)
+                self._gpu.device.record(self._event, stream)
         return self._result
 
     def _crosses(self, stream: int) -> bool:

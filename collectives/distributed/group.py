@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -14,12 +15,13 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.autograd import profiler
+from torch.utils._pytree import tree_leaves
 
 from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.gloo import OPS, gloo_group
 from linkweave.collectives.cluster.join import Job, meet
 from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine
-from linkweave.collectives.distributed.works import GroupWork, ended, stream_for, together
+from linkweave.collectives.distributed.works import GroupWork, ended, together
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.tensors import read_here
 from linkweave.collectives.settings import Settings
@@ -62,7 +64,8 @@ class Group(_Base):  # type: ignore[misc]
         rank, size, timeout = options.group_rank, options.group_size, options.timeout
         self._of_nccl, self._ranks = of_nccl, options.global_ranks_in_group
         super().__init__(rank, size)
-        self._timeout, self._name = timeout, options.group_id
+        self._timeout = self._timeout_of_others = timeout
+        self._name = options.group_id
         seconds = timeout.total_seconds()
         job = Job(rank, size, options.store, "linkweave")
         self.communicator = meet(job, Settings(timeout=seconds))
@@ -74,6 +77,7 @@ class Group(_Base):  # type: ignore[misc]
             self.communicator.close()
             raise
         self._others: dict[str, Any] = {"cpu": others}
+        self._ends: dict[Any, Any] = {}  # on each GPU the stream behind NCCL's collectives
         self._coalesced: list[Any] | None = None
         self._messages: list[tuple[str, tuple[Any, ...]]] = []  # of NCCL, being coalesced
 
@@ -109,7 +113,7 @@ class Group(_Base):  # type: ignore[misc]
             if not dist.is_nccl_available():
                 raise RuntimeError("this call needs NCCL, which this torch does not have")
             options = self._of_nccl or c10d.ProcessGroupNCCL.Options()
-            options._timeout, options.group_name = self._timeout, self._name
+            options._timeout, options.group_name = self._timeout_of_others, self._name
             options.global_ranks_in_group = self._ranks
             store = c10d.PrefixStore("nccl/", self._store)
             self._others[device] = c10d.ProcessGroupNCCL(store, self.rank(), self.size(), options)
@@ -133,18 +137,23 @@ class Group(_Base):  # type: ignore[misc]
         return [torch.device("cpu")] + [torch.device("cuda")] * torch.cuda.is_available()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        raise RuntimeError(
-            f"the timeout of a group of linkweave stays {self._timeout}, as given to "
-            "init_process_group or new_group"
+        """Set the timeout of calls that go to gloo or NCCL. Warns that others keep theirs."""
+        self._timeout_of_others = timeout
+        for other in self._others.values():
+            other._set_default_timeout(timeout)
+        warnings.warn(
+            f"linkweave's own calls keep the timeout {self._timeout}, as given to "
+            f"init_process_group or new_group; those of gloo and NCCL have {timeout} from now on",
+            stacklevel=2,
         )
 
     def shutdown(self) -> None:
         try:
-            if nccl := self._others.get("cuda"):
-                nccl.shutdown()  # which waits for its calls; to delete the group would abort them
+            self.communicator.close()  # first, as others may be waiting for this rank
         finally:
             try:
-                self.communicator.close()
+                if nccl := self._others.get("cuda"):
+                    nccl.shutdown()  # waits for its calls, which deleting the group would abort
             finally:
                 self._others.clear()
 
@@ -306,12 +315,18 @@ class Group(_Base):  # type: ignore[misc]
         return self._run(opts, "scatter", outputs, finish, whole, opts.rootRank, out=rows)
 
     def barrier(self, opts: Any = None) -> Any:
+        """As NCCL's it also waits for the current stream of the GPU, and for the group's calls
+        there; on the host in any case."""
         opts = opts or c10d.BarrierOptions()
-        cuda: Any = torch.cuda
-        waits = cuda.is_initialized() and "cuda" in self._devices
-        if waits and not cuda.is_current_stream_capturing():
-            cuda.current_stream().synchronize()  # as in NCCL's
+        if "cuda" in self._named and torch.cuda.is_initialized():
+            self._finish_gpu(opts.device)
+        if opts.timeout > timedelta(0) and not opts.asyncOp:
+            self.communicator.barrier(async_op=True).wait(opts.timeout.total_seconds())
+            return ended()
         return self._run(opts, "barrier", [], None)
+
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
+        self._others["cpu"].monitored_barrier(timeout, wait_all_ranks)
 
     # ---- several at once ---------------------------------------------------------------------
     def all_gather_single_coalesced(
@@ -398,13 +413,36 @@ class Group(_Base):  # type: ignore[misc]
         return name if self._supported(kind, message, others) else ""
 
     @cached_property
-    def _devices(self) -> set[str]:
-        """The kinds of devices whose tensors go to the communicator: "cuda" for a group that was
-        made as "cpu:gloo,cuda:linkweave"."""
+    def _named(self) -> set[str]:
+        """The kinds of devices whose tensors come here: "cuda" for a group that was made as
+        "cpu:gloo,cuda:linkweave"."""
         named = dist.distributed_c10d._world.pg_backend_config.get(self, "")
         found = {word.partition(":")[0] for word in named.split(",") if word.endswith(":linkweave")}
-        found = found or {"cpu", "cuda"}
-        return found & {"cpu"} if isinstance(self.communicator, ClusterCommunicator) else found
+        return found or {"cpu", "cuda"}
+
+    @cached_property
+    def _devices(self) -> set[str]:
+        """Those whose tensors go to the communicator."""
+        several = isinstance(self.communicator, ClusterCommunicator)
+        return self._named & {"cpu"} if several else self._named
+
+    def _finish_gpu(self, device: Any) -> None:
+        """Wait for the current stream of a GPU, behind the group's calls there. It is the thread's
+        own if `device` is not one."""
+        cuda, of_torch = torch.cuda, torch._C  # type: Any, Any
+        index = device.index if device and device.type == "cuda" else None
+        index = cuda.current_device() if index is None else index
+        if not of_torch._cuda_hasPrimaryContext(index):
+            return  # nothing is there, and to wait would take memory
+        with cuda.device(index):
+            if cuda.is_current_stream_capturing():
+                return
+            stream = cuda.current_stream()
+            if ends := self._ends.get(torch.device("cuda", index)):
+                stream.wait_stream(ends)
+            if not isinstance(self.communicator, ClusterCommunicator):
+                self.communicator.lead(stream.cuda_stream)
+            stream.synchronize()
 
     def _delegate(self, name: str, x: Any, *arguments: Any) -> Any:
         """Make a call of gloo's or NCCL's group, by the device of `x`."""
@@ -423,22 +461,27 @@ class Group(_Base):  # type: ignore[misc]
         """Make a collective of NCCL, which begins behind the current stream, after ours."""
         cuda: Any = torch.cuda
         stream = cuda.current_stream(x.device).cuda_stream
-        if not self.communicator.uses_gpu:  # its first call there will wait for all before it
-            self.communicator.follow(stream)
-            return call(*arguments) or ended()
         self.communicator.lead(stream)
         work = call(*arguments) or ended()
         with cuda.device(x.device):
             if cuda.is_current_stream_capturing():  # a graph ends in the stream where it has begun
-                work.wait()
+                if self.communicator.uses_gpu:
+                    work.wait()
                 return work
-        if name in _WITHOUT_FUTURE or isinstance(work, GroupWork):
-            work.wait()
+        if isinstance(work, GroupWork):  # on the current stream
             self.communicator.follow(stream)
             return work
-        ends = stream_for("nccl", x.device)
-        with cuda.stream(ends):  # `work.wait` would release memory that NCCL still uses
-            work.get_future().wait()
+        if x.device not in self._ends:
+            self._ends[x.device] = cuda.Stream(x.device)
+        ends = self._ends[x.device]
+        with cuda.stream(ends):
+            if name not in _WITHOUT_FUTURE:
+                work.get_future().wait()
+            else:
+                work.wait()  # which lets go of the tensors, in use until then
+                for each in tree_leaves(arguments):
+                    if isinstance(each, torch.Tensor):
+                        read_here(each)
         self.communicator.follow(ends.cuda_stream)
         return work
 

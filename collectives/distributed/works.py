@@ -17,8 +17,8 @@ from linkweave.collectives.calls.work import HostWork, Work
 
 
 @cache
-def stream_for(purpose: str, device: Any) -> Any:
-    """A stream of this process, on which nothing runs but waits."""
+def stream_of_futures(device: Any) -> Any:
+    """A stream of this process, on which nothing runs but the waits of futures."""
     cuda: Any = torch.cuda
     return cuda.Stream(device)
 
@@ -30,7 +30,7 @@ class GroupWork(dist.Work):
     """Handle of a collective.
 
     `work` is None if the call has returned. `result` holds the tensors that `result` and the future
-    give. `finish` moves the result into them, once, where the call could not.
+    give. `finish` moves the result into them where the call could not: once, unless it raises.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class GroupWork(dist.Work):
     ) -> None:
         super().__init__()
         self._work, self._result, self._finish = work, result, finish
+        self._moved: Any = None  # a CUDA event behind that
         self._lock = threading.Lock() if finish else None
         if work is None:
             self._finished()
@@ -46,9 +47,17 @@ class GroupWork(dist.Work):
         if self._lock is None:
             return
         with self._lock:  # also while another thread moves the result
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+                if self._work is not None and (gpu := self._gpu()):
+                    self._moved = torch.cuda.current_stream(gpu).record_event()
+            elif self._moved is not None:  # by the stream of another wait
+                torch.cuda.current_stream(self._gpu()).wait_event(self._moved)
+
+    def _gpu(self) -> Any:
+        """The GPU of the result; None if it has none."""
+        return next((x.device for x in self._result if x.is_cuda), None)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the result, `timeout` at most. Raises what the collective raised."""
@@ -63,8 +72,8 @@ class GroupWork(dist.Work):
             return True
         if not self._work.done():
             return False
-        if self._lock and self._raised() is None:
-            self._finished()
+        if self._lock:
+            self._raised()
         return True
 
     def exception(self) -> BaseException | None:
@@ -115,7 +124,7 @@ class GroupWork(dist.Work):
         if isinstance(self._work, HostWork):
             self._work.add_done_callback(complete)
         elif devices and self._waits_only(devices[0]):
-            with torch.cuda.stream(stream_for("futures", devices[0])):
+            with torch.cuda.stream(stream_of_futures(devices[0])):
                 complete(None)
         else:
             complete(None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,16 +16,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gpu_ranks import Machine, Numbered, gpus, on_gpus, tensor
-from host_gpu import needs_compiler
+from host_gpu import HostTensor, needs_compiler
 from machines import forked
 
 from linkweave import collectives
 from linkweave.collectives.calls.communicator import Communicator, get_default
 from linkweave.collectives.distributed import engine
-from linkweave.collectives.distributed import group as groups
 from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine
 from linkweave.collectives.distributed.group import Group
 from linkweave.torch_backend import register
@@ -258,10 +261,9 @@ def test_a_group_orders_them(
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: captured)
     monkeypatch.setattr(cuda, "device", lambda of: nullcontext())
-    monkeypatch.setattr(
-        groups, "stream_for", lambda purpose, device: SimpleNamespace(cuda_stream=20)
-    )
     compute.cuda_stream = 1  # type: ignore[attr-defined]
+    ends = SimpleNamespace(cuda_stream=20)
+    monkeypatch.setattr(cuda, "Stream", lambda device: ends)
 
     def theirs(name: str) -> Any:
         def call(*_: Any) -> Any:
@@ -272,36 +274,95 @@ def test_a_group_orders_them(
 
     names = ("allreduce", "send", "allgather")
     nccl = SimpleNamespace(**{name: theirs(name) for name in names}, broadcast=lambda x: None)
-    state = {"communicator": Told(said), "_others": {"cuda": nccl}, "_coalesced": None}
+    state = {"communicator": Told(said), "_others": {"cuda": nccl}, "_coalesced": None,
+             "_ends": {}}  # fmt: skip
     for name, value in state.items():
         setattr(group, name, value)
-    x = SimpleNamespace(is_cuda=True, device=SimpleNamespace(type="cuda"))
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
     works = [group._delegate(name, x, [x]) for name in ("send", "allreduce")]
     order = [("wait", 20), ("follow", 20)]
     assert said == ["send", ("lead", 1), "allreduce", *([] if captured else order)]
     assert [work.keeps for work in works] == [True, not captured]
     said.clear()
     assert not group._delegate("allgather", x, [x]).keeps  # its work has no future
-    assert said == [("lead", 1), "allgather", *([] if captured else [("follow", 1)])]
+    assert said == [("lead", 1), "allgather", *order[1:]][: 2 if captured else 3]
     said.clear()
     assert group._delegate("broadcast", x, [x]).wait()  # synchronous, on the current stream
     assert said == [("lead", 1), *([] if captured else [("follow", 1)])]
     said.clear()
-    monkeypatch.setattr(Told, "uses_gpu", False)  # nothing of ours: NCCL's by itself
-    assert group._delegate("allreduce", x, [x]).keeps and said == [("follow", 1), "allreduce"]
+    monkeypatch.setattr(Told, "uses_gpu", False)  # nothing of ours, which a graph could wait for
+    assert group._delegate("allreduce", x, [x]).keeps
+    assert said == [("lead", 1), "allreduce", *([] if captured else order)]
+
+
+SENT = multiprocessing.get_context("fork").Event()
 
 
 @needs_compiler
 @on_gpus(2, "a process a GPU")
 def test_the_first_call_on_a_gpu_follows_too(rank: int, machine: Machine) -> None:
-    """What has been enqueued before this communicator has used its GPU."""
+    """What has been enqueued before this communicator has used its GPU, but no message: it may wait
+    for what its receiver does only after the call."""
     comm: Any = get_default()
     device, busy = machine(rank), threading.Event()
     device._enqueue(7, lambda: busy.wait(60))
+    if rank == 0:
+        device._enqueue(9, lambda: SENT.wait(60))
     assert not comm.uses_gpu
     comm.follow(7)
-    threading.Timer(0.3, busy.set).start()
     comm.allreduce(x := tensor([1.0] * 9, stream=5))
-    assert busy.is_set() and comm.uses_gpu
+    if rank == 1:
+        SENT.set()
+    seen: list[bool] = []
+    device._enqueue(5, lambda: seen.append(busy.is_set()))
+    assert comm.uses_gpu and not seen
+    busy.set()
     comm.synchronize()
-    assert x.array[-1] == 2
+    device.synchronise(5)
+    assert x.array[-1] == 2 and seen == [True]
+
+
+@needs_compiler
+@on_gpus(2, "a process a GPU")
+@pytest.mark.parametrize("over", [False, True])
+def test_each_stream_that_waits_waits_for_what_is_copied_back(
+    rank: int, machine: Machine, over: bool
+) -> None:
+    """Into a tensor with gaps, by the first stream that waits; also if the call was over by then,
+    whose event has been freed."""
+    comm: Any = get_default()
+    device, busy = machine(rank), threading.Event()
+    moved: list[int] = []
+    seen: list[list[int]] = []
+    x = tensor([1.0] * 9, stream=5)
+    work = comm.allreduce(x, async_op=True)
+    if over:
+        while not work.done():
+            time.sleep(0.001)
+        comm.synchronize()
+        assert work._event is None
+    copy = partial(moved.append, 1)
+    work._context._later.append(lambda: device._enqueue(5, lambda: (busy.wait(60), copy())))
+    work.wait()
+    x.stream = 6
+    work.wait()
+    device._enqueue(6, lambda: seen.append([*moved]))
+    assert not seen
+    busy.set()
+    device.synchronise(6)
+    assert seen == [[1]]
+
+
+@needs_compiler
+@on_gpus(2, "a process a GPU")
+def test_tensors_of_calls_that_are_over_are_let_go(rank: int, machine: Machine) -> None:
+    comm: Any = get_default()
+    left = []
+    for _ in range(4):
+        x = HostTensor(np.ones(1000, np.float32), rank, 5)
+        left.append(weakref.ref(x))
+        comm.allreduce(x, async_op=True).wait()
+    del x
+    comm.synchronize()
+    gc.collect()
+    assert [each() for each in left] == [None] * 4

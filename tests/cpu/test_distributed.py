@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 
 import linkweave
-from linkweave.collectives import CollectiveError
+from linkweave.collectives import CollectiveError, CollectiveTimeout
 from linkweave.collectives.distributed.group import GroupWork
 from linkweave.torch_backend import register
 from tests.cpu.helpers import hurry
@@ -469,6 +470,42 @@ def test_whoever_waits_finds_the_result_in_place() -> None:
     for thread in (first, *others):
         thread.join(100)
     assert seen == [True, True] and moved == [True]
+
+
+def test_what_moves_the_result_may_raise_and_is_asked_again() -> None:
+    """An error that a poll has met is not lost."""
+
+    def finish() -> None:
+        raise ValueError("gather: 1 tensors for 2 ranks")
+
+    over: Any = SimpleNamespace(wait=lambda timeout=None: None, done=lambda: True)
+    work = GroupWork(over, [], finish)
+    assert work.is_completed() and not work.is_success()
+    assert isinstance(work.exception(), ValueError)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="1 tensors for 2 ranks"):
+            work.wait()
+
+
+TOLD = multiprocessing.get_context("fork").Event()
+
+
+@in_group(2)
+def test_timeouts_of_single_calls(rank: int) -> None:
+    group: Any = dist.group.WORLD
+    group.monitored_barrier(timedelta(seconds=60))
+    with pytest.warns(UserWarning, match=r"own calls keep the timeout .* 0:00:50 from now on"):
+        group.set_timeout(timedelta(seconds=50))
+    dist.barrier(timeout=timedelta(seconds=60))
+    if rank == 0:
+        with pytest.raises(CollectiveTimeout, match=r"not done after 0\.05 s"):
+            dist.barrier(timeout=timedelta(seconds=0.05))
+        TOLD.set()
+    else:
+        TOLD.wait(60)
+        dist.barrier()  # the call goes on where it is late
+    dist.all_reduce(x := torch.ones(1))
+    assert x == 2
 
 
 def test_an_old_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

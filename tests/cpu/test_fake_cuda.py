@@ -4,6 +4,7 @@ read on the host. Where this torch is a CPU build, those that copy a tensor are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.distributed.engine import CudaEngine
 from linkweave.collectives.distributed.group import Group
 
@@ -41,7 +43,8 @@ class Recorder:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Rank 0 of two, whose CUDA calls all go to linkweave."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    stream = SimpleNamespace(record_event=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
     made: Any = Group.__new__(Group)
     torch.distributed.ProcessGroup.__init__(made, 0, SIZE)
@@ -181,10 +184,13 @@ def test_options_of_others_are_refused() -> None:
         Group(SimpleNamespace(), 5)
 
 
-def test_a_timeout_that_would_not_change_is_refused(group: Any) -> None:
-    group._timeout = timedelta(seconds=9)
-    with pytest.raises(RuntimeError, match=r"stays 0:00:09, as given to init_process_group"):
-        group.set_timeout(timedelta(seconds=1))
+def test_a_timeout_goes_to_others_and_ours_stays(group: Any) -> None:
+    found: list[timedelta] = []
+    group._timeout, given = timedelta(seconds=9), timedelta(seconds=1)
+    group._others["cpu"] = SimpleNamespace(_set_default_timeout=found.append)
+    with pytest.warns(UserWarning, match=r"own calls keep the timeout 0:00:09, .* 0:00:01 from"):
+        group.set_timeout(given)
+    assert found == [given] and group._timeout_of_others == given  # of NCCL's group, once made
 
 
 def test_nccls_group_ends_by_itself_before_it_is_deleted(group: Any) -> None:
@@ -196,19 +202,67 @@ def test_nccls_group_ends_by_itself_before_it_is_deleted(group: Any) -> None:
         close=lambda: said.append("close"), abort=lambda why: said.append("abort ours")
     )
     group.shutdown()
-    assert said == ["shutdown", "close"] and not group._others
+    assert said == ["close", "shutdown"] and not group._others  # others may wait for this rank
     said.clear()
     group._others["cuda"] = SimpleNamespace(abort=lambda: said.append("abort"))
     group.abort()
     assert said == ["abort ours", "abort", "close"]
 
 
+class Cuda:
+    """What a barrier asks of torch.cuda and of the communicator."""
+
+    def __init__(self, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[Any] = []
+        self.index = 0
+        put = self.said.append
+        stream = SimpleNamespace(
+            cuda_stream=7, synchronize=lambda: put(f"stream of {self.index}"), wait_stream=put
+        )
+        for name, what in (
+            ("is_initialized", lambda: True), ("current_stream", lambda: stream),
+            ("is_current_stream_capturing", lambda: False), ("device", self.device),
+            ("current_device", lambda: 0),
+        ):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, what)
+        has = lambda index: index != 2  # noqa: E731
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", has, raising=False)
+        group.communicator = SimpleNamespace(
+            lead=lambda stream: put("ours"), barrier=lambda async_op: put("ranks")
+        )
+        group._ends = {torch.device("cuda:0"): "NCCL's"}
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        self.index = index
+        yield
+
+
+def barrier(**given: Any) -> Any:
+    options: Any = c10d.BarrierOptions()
+    for name, value in given.items():
+        setattr(options, name, value)
+    return options
+
+
 def test_a_barrier_waits_for_the_stream(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    stream = SimpleNamespace(synchronize=lambda: said.append("stream"))
-    for name, what in (("is_initialized", lambda: True), ("current_stream", lambda: stream),
-                       ("is_current_stream_capturing", lambda: False)):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, what)
-    group.communicator = SimpleNamespace(barrier=lambda async_op: said.append("ranks"))
+    """Behind the group's calls on that GPU, which is the one given, or else the thread's own."""
+    cuda = Cuda(group, monkeypatch)
+    for device in (None, torch.device("cpu"), torch.device("cuda")):
+        group.barrier(barrier(device=device))
+        assert cuda.said == ["NCCL's", "ours", "stream of 0", "ranks"]
+        cuda.said.clear()
+    group.barrier(barrier(device=torch.device("cuda:3")))
+    assert cuda.said == ["ours", "stream of 3", "ranks"]
+    cuda.said.clear()
+    group.barrier(barrier(device=torch.device("cuda:2")))  # which this process does not use
+    assert cuda.said == ["ranks"]
+
+
+def test_on_several_machines_too(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(group, monkeypatch)
+    several: Any = ClusterCommunicator.__new__(ClusterCommunicator)
+    monkeypatch.setattr(several, "barrier", group.communicator.barrier)
+    group.communicator = several
     group.barrier()
-    assert said == ["stream", "ranks"]
+    assert cuda.said == ["NCCL's", "stream of 0", "ranks"] and group._devices == {"cpu"}

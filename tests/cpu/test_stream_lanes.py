@@ -25,7 +25,7 @@ from linkweave.collectives.training.exchange import Dense
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.lanes import StreamLanes
 from linkweave.collectives.training.program import Op, Program, Span
-from tests.cpu.stream_stand_in import CURRENT, Event, Stream, compute  # noqa: F401
+from tests.cpu.stream_stand_in import CURRENT, Event, Stream, compute, stream  # noqa: F401
 
 UNITS = 6
 
@@ -247,7 +247,7 @@ def test_a_future_keeps_no_stream_of_backward_waiting(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda of: nullcontext())
     aside = Stream()
-    monkeypatch.setattr(works, "stream_for", lambda purpose, device: aside)
+    monkeypatch.setattr(works, "stream_of_futures", lambda device: aside)
     bucket, turned = (
         SimpleNamespace(is_cuda=True, device="cuda:0", is_contiguous=lambda is_so=is_so: is_so)
         for is_so in (True, False)
@@ -263,3 +263,23 @@ def test_a_future_keeps_no_stream_of_backward_waiting(
     held.set()
     future.event.synchronize()
     late.synchronize()
+
+
+def test_a_result_that_one_stream_moves_is_waited_for_by_others(
+    compute: Stream,  # noqa: F811
+) -> None:
+    held, moved = threading.Event(), threading.Event()
+    work: Any = SimpleNamespace(wait=lambda timeout: None, done=lambda: True)
+    out = SimpleNamespace(is_cuda=True, device="cuda:0")
+    made = GroupWork(work, [out], lambda: CURRENT[-1].enqueue(moved.set))
+    compute.enqueue(lambda: held.wait(60))
+    assert made.is_completed()  # which moves it, in this stream
+    other = Stream()
+    seen: list[bool] = []
+    with stream(other):
+        made.wait()
+    other.enqueue(lambda: seen.append(moved.is_set()))
+    assert not seen
+    held.set()
+    other.synchronize()
+    assert seen == [True]

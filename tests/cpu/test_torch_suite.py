@@ -25,7 +25,7 @@ MPI = [
     for tensors in ("", "_complex", "_group", "_full_group")
 ]
 """Tests of all-to-all on the CPU, which torch skips for every backend but MPI."""
-_MONITORED = "torch offers monitored_barrier for gloo only"
+_MONITORED = "before 2.14 torch offers monitored_barrier for gloo only"
 REASONS = {
     "test_barrier_timeout_full_group": "it expects gloo's words; ours say who waits for whom",
     "test_monitored_barrier_gloo": _MONITORED,
