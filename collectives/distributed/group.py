@@ -43,6 +43,20 @@ _WITHOUT_FUTURE = "allgather", "reduce_scatter"
 """Of lists: NCCL makes several calls of unequal tensors, whose work has no future."""
 
 
+def nccl_group(
+    store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: list[int],
+    options: Any = None,
+) -> Any:  # fmt: skip
+    """A group of NCCL. `ranks`: those of the job, for NCCL's messages.
+
+    It is not split from another one, for which torch needs all ranks of that.
+    """
+    options = options or c10d.ProcessGroupNCCL.Options()
+    options._timeout, options.group_name = timeout, name
+    options.global_ranks_in_group = ranks
+    return c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl/", store), rank, size, options)
+
+
 _Base: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not call
 
 
@@ -112,11 +126,10 @@ class Group(_Base):  # type: ignore[misc]
         if device not in self._others:
             if not dist.is_nccl_available():
                 raise RuntimeError("this call needs NCCL, which this torch does not have")
-            options = self._of_nccl or c10d.ProcessGroupNCCL.Options()
-            options._timeout, options.group_name = self._timeout_of_others, self._name
-            options.global_ranks_in_group = self._ranks
-            store = c10d.PrefixStore("nccl/", self._store)
-            self._others[device] = c10d.ProcessGroupNCCL(store, self.rank(), self.size(), options)
+            self._others[device] = nccl_group(
+                self._store, self.rank(), self.size(), self._timeout_of_others, self._name,
+                self._ranks, self._of_nccl,
+            )  # fmt: skip
         return self._others[device]
 
     # ---- what torch asks ---------------------------------------------------------------------
@@ -318,7 +331,8 @@ class Group(_Base):  # type: ignore[misc]
         """As NCCL's it also waits for the current stream of the GPU, and for the group's calls
         there; on the host in any case."""
         opts = opts or c10d.BarrierOptions()
-        if "cuda" in self._named and torch.cuda.is_initialized():
+        cuda: Any = torch.cuda
+        if "cuda" in self._named and cuda.is_initialized():
             self._finish_gpu(opts.device)
         if opts.timeout > timedelta(0) and not opts.asyncOp:
             self.communicator.barrier(async_op=True).wait(opts.timeout.total_seconds())

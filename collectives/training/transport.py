@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, cast
-from weakref import WeakMethod, finalize
+from weakref import WeakKeyDictionary, WeakMethod, finalize
 
 import torch
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from linkweave.collectives.calls.communicator import Communicator, get_default
@@ -21,6 +21,7 @@ from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.cluster.join import by_torchrun, init, refuse_being_alone
 from linkweave.collectives.cluster.sparse import tree_over
 from linkweave.collectives.distributed.group import Group
+from linkweave.collectives.distributed.unlisted import Unlisted, kinds_of
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.communication import ALL_GATHER, REDUCE_SCATTER
 from linkweave.collectives.planning.algorithms.trees import Tree
@@ -32,10 +33,6 @@ from linkweave.topology.checks import shown
 
 Counts = Sequence[Sequence[int]]
 """How many elements each rank sends to each rank: `counts[src][dst]`."""
-
-# torch has these names since 2.13, and warns of those before
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Queue(Protocol):
@@ -235,14 +232,14 @@ class OverCommunicator:
         self._own.close()  # and its splits
 
 
-_FREE: dict[Any, list[Any]] = {}
-"""Groups of closed transports, by the group that has their ranks. They are used again, because
-torch.distributed would give a new group the name, and with it the addresses, of a destroyed one."""
+_FREE: WeakKeyDictionary[Any, dict[frozenset[str], list[Unlisted]]] = WeakKeyDictionary()
+"""The groups of closed transports, by the group that has their ranks. They are used again, as gloo
+takes its time to connect."""
 
 
 class OverGroup:
-    """Lanes are process groups of the same ranks and backend, for a group of linkweave those of
-    gloo and NCCL; torch.distributed moves the data."""
+    """Lanes are groups of gloo and NCCL of the same ranks, as the group has them, and for a group
+    of linkweave those of both."""
 
     device = ""
 
@@ -250,55 +247,43 @@ class OverGroup:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise CollectiveError("this process is not in the process group that it passes")
-        self._group = group
-        self._own = self._made()  # the caller goes on using the group
-        self._lanes: list[Any] = []
+        self._group, self._kinds = group, kinds_of(group)
+        self._own = self._made({*self._kinds, "cpu"})  # the caller goes on using the group
+        self._lanes: list[Unlisted] = []
         self._met: set[int] = set()  # lanes of which NCCL knows all ranks
-        self._aborted = False
+        self._closed = False
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=device)
 
-    def _made(self) -> Any:
-        if free := _FREE.get(self._group):
-            return free.pop()
-        nccl = isinstance(self._group, Group)
-        return dist.new_group(
-            dist.get_process_group_ranks(self._group),
-            backend="cpu:gloo,cuda:nccl" if nccl else dist.get_backend(self._group),
-            use_local_synchronization=True, timeout=self._timeout(),
-        )  # fmt: skip
-
-    def _timeout(self) -> timedelta | None:
-        """The caller's, or None for the backend's default. torch.distributed tells no other way."""
-        if isinstance(self._group, Group):
-            return self._group.timeout
-        backend = self._group._get_backend(self._group._device_types[0])
-        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG wraps it
-        found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-        return found
+    def _made(self, kinds: Iterable[str]) -> Unlisted:
+        free = _FREE.setdefault(self._group, {}).setdefault(frozenset(kinds), [])
+        return free.pop() if free else Unlisted(self._group, kinds)
 
     def open(self, lanes: int) -> None:
-        self._lanes += [self._made() for _ in range(lanes - len(self._lanes))]
+        only = self._kinds & {self.device}
+        self._lanes += [self._made(only or self._kinds) for _ in range(lanes - len(self._lanes))]
 
     def average(self, lane: int, x: torch.Tensor) -> None:
-        if self._on_nccl(x):
-            dist.all_reduce(x, dist.ReduceOp.AVG, self._lanes[lane])
+        over = self._lanes[lane]
+        if over.nccl_takes(x):
+            over.allreduce(x, dist.ReduceOp.AVG)
         elif x.dtype == torch.float16:  # whose sum may overflow
-            dist.all_reduce(x.div_(self.size), group=self._lanes[lane])
+            over.allreduce(x.div_(self.size))
         else:
-            dist.all_reduce(x, group=self._lanes[lane])
+            over.allreduce(x)
             x /= self.size
 
     def scatter(self, lane: int, x: torch.Tensor) -> None:
+        over = self._lanes[lane]
         whole, mine, rest = share_of(x, self.rank, self.size)
-        if mine.numel() and self._on_nccl(x):
+        if mine.numel() and over.nccl_takes(x):
             found = torch.empty_like(mine)
-            reduce_scatter_single(found, whole, dist.ReduceOp.AVG, self._lanes[lane])
+            over.reduce_scatter(whole, found, dist.ReduceOp.AVG)
             mine.copy_(found)
         elif mine.numel():  # gloo's reduce-scatter is an all-reduce inside, which takes twice this
             rows = torch.empty_like(whole)
-            dist.all_to_all_single(rows, whole, group=self._lanes[lane])
+            over.alltoall(whole, rows, [], [])
             wide = torch.float32 if x.element_size() < 4 else x.dtype
             mine.copy_(rows.view(self.size, -1).sum(0, dtype=wide) / self.size)
         if rest.numel():
@@ -307,85 +292,80 @@ class OverGroup:
     def gather(self, lane: int, x: torch.Tensor) -> None:
         whole, mine, _ = share_of(x, self.rank, self.size)
         if mine.numel():
-            all_gather_single(whole, mine.clone(), group=self._lanes[lane])
-
-    def _on_nccl(self, x: torch.Tensor) -> bool:
-        return x.is_cuda and self._backend(x.device).name() == "nccl"
+            self._lanes[lane].allgather(mine.clone(), whole)
 
     def _refuse(self, x: torch.Tensor) -> None:
         """Raise for tensors that the group would take for those of another device."""
-        if x.is_cuda and not self._on_nccl(x):
-            name = self._backend(x.device).name()
+        if x.is_cuda and not self._own.nccl_takes(x):
             raise CollectiveError(
-                f"gTop-k and embeddings on GPUs need a group of NCCL, or linkweave.init(), not one "
-                f"of {name}"
+                "gTop-k and embeddings on GPUs need a group of NCCL, or linkweave.init(), not one "
+                "of gloo"
             )
-
-    def _backend(self, device: Any) -> Any:
-        """The group's backend for a device, such as that of "cpu:gloo,cuda:nccl"."""
-        return self._own._get_backend(device)
 
     def streams(self, device: torch.device) -> bool:
         return device.type == "cpu"
 
     def stream(self, lane: int, x: torch.Tensor, sizes: Sequence[int]) -> Queue:
-        return GroupQueue(x, sizes, self._lanes[lane], self.size)
+        return GroupQueue(x, sizes, self._lanes[lane].of(x), self.size)
 
     def tree(self, x: torch.Tensor) -> Tree:
         return binomial_tree(self.size)
 
     def pairwise(self, lane: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
-        group = self._lanes[lane]
+        over = self._lanes[lane]
         self._refuse(x)
         if x.is_cuda and lane not in self._met:  # NCCL needs all ranks before messages of some
             self._met.add(lane)
-            dist.all_reduce(x.new_zeros(1), group=group)
-        got, ops = None, []
-        if (to := dict(pairs).get(self.rank)) is not None:
-            ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=to))
-        if (source := targets(pairs).get(self.rank)) is not None:
-            got = torch.empty_like(x)
-            ops.append(dist.P2POp(dist.irecv, got, group=group, group_peer=source))
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            work.wait()
+            over.allreduce(x.new_zeros(1))
+        to, source = dict(pairs).get(self.rank), targets(pairs).get(self.rank)
+        got = None if source is None else torch.empty_like(x)
+        if to is not None or source is not None:
+            over.sendrecv(x, to, got, source)
         return got
 
     def allgather(self, lane: int, x: torch.Tensor) -> torch.Tensor:
+        return self._allgather(self._lanes[lane], x)
+
+    def _allgather(self, over: Unlisted, x: torch.Tensor) -> torch.Tensor:
         every = x.new_empty((self.size, *x.shape))
-        all_gather_single(every.view(-1), x.view(-1), group=self._lanes[lane])
+        over.allgather(x.view(-1), every.view(-1))
         return every
 
     def alltoall(self, lane: int, x: torch.Tensor, counts: Counts) -> torch.Tensor:
         sends, receives = splits(counts, self.rank)
         self._refuse(x)
         out = x.new_empty(sum(receives))
-        dist.all_to_all_single(out, x, receives, sends, self._lanes[lane])
+        self._lanes[lane].alltoall(x, out, sends, receives)
         return out
 
     def broadcast(self, x: torch.Tensor, source: int = 0, lane: int | None = None) -> None:
-        group = self._own if lane is None else self._lanes[lane]
-        dist.broadcast(x, group=group, group_src=source)
+        (self._own if lane is None else self._lanes[lane]).broadcast(x, source)
 
     def total(self, x: torch.Tensor) -> None:
-        dist.all_reduce(x, group=self._own)
+        self._own.allreduce(x)
 
     def share(self, payload: bytes) -> list[bytes]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, payload, self._own)
-        return found
+        size = torch.tensor([len(payload)], device="cpu")
+        sizes = self._allgather(self._own, size).flatten().tolist()
+        padded = payload.ljust(max(sizes), b"\0")
+        mine = torch.tensor(list(padded), dtype=torch.uint8, device="cpu")
+        rows = self._allgather(self._own, mine)
+        return [bytes(row[:n].tolist()) for row, n in zip(rows, sizes, strict=True)]
 
     def before_close(self, method: WeakMethod[Callable[[], None]]) -> None:
         atexit.register(_call, method)
 
     def abort(self) -> None:
-        self._aborted = True
+        self._closed = True
         with ExitStack() as last:  # one that raises does not spare the others
-            for group in (*self._lanes, self._own):
-                last.callback(group.abort)
+            for over in (*self._lanes, self._own):
+                last.callback(over.abort)
 
     def close(self) -> None:
-        if not self._aborted:
-            _FREE.setdefault(self._group, []).extend([self._own, *self._lanes])
+        if not self._closed:
+            self._closed = True
+            for over in (self._own, *self._lanes):
+                _FREE[self._group].setdefault(over.kinds, []).append(over)
 
 
 def _call(method: WeakMethod[Callable[[], None]]) -> None:
@@ -484,7 +464,7 @@ class GroupQueue:
             self._size = 1
         self._parts = torch.split(x, pieces.QUEUED // x.element_size())
         self._works: list[Any] = [
-            dist.all_reduce(part, group=group, async_op=True) for part in self._parts
+            group.allreduce([part], c10d.AllreduceOptions()) for part in self._parts
         ]
         self._final = self._done = 0  # elements, and pieces
 

@@ -125,6 +125,9 @@ class Update:
         names = _STATES[name] if options.get("momentum", 1) else ()
         states = [self._optimizer.__dict__["state"].get(p, {}) for p in part]
         columns = [[state.get(one) for state in states] for one in names]
+        for state in states:  # of a checkpoint: each step would wait for the GPU to tell its number
+            if "step" in state and state["step"].is_cuda:
+                state["step"] = state["step"].cpu()
         steps = {float(state["step"]) for state in states if "step" in state}
         if any(x is None for column in columns for x in column) or len(steps) > 1:
             return False

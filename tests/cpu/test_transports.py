@@ -11,6 +11,7 @@ import torch
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.distributed.engine import CudaEngine
 from linkweave.collectives.distributed.group import Group
+from linkweave.collectives.distributed.unlisted import Unlisted
 from linkweave.collectives.training import transport as transports
 from linkweave.collectives.training.lanes import lanes_of
 from linkweave.collectives.training.transport import OverGroup, transport_of
@@ -64,10 +65,15 @@ def test_parameters_that_have_moved_are_refused() -> None:
         lanes_of(made, gradients, nothing, nothing, nothing)
 
 
+def unlisted(**of: Any) -> Any:
+    made: Any = Unlisted.__new__(Unlisted)
+    made._of, made._ended = of, False
+    return made
+
+
 def test_gloo_is_refused_for_messages_of_gpu_tensors() -> None:
     made: Any = OverGroup.__new__(OverGroup)
-    backend = SimpleNamespace(name=lambda: "gloo")
-    made._own = SimpleNamespace(_get_backend=lambda device: backend)
+    made._own = unlisted(cpu=None)
     made.rank, made._lanes = 0, [None]
     x: Any = SimpleNamespace(is_cuda=True, device="cuda:0")
     for call in (lambda: made.pairwise(0, x, [(0, 1)]), lambda: made.alltoall(0, x, [[1, 1]] * 2)):

@@ -100,3 +100,25 @@ def test_parts_of_a_table() -> None:
     assert part.blocks == 3 and (part.rows == table.rows[1:4]).all()
     assert part.blocks_before(whole.data_ptr() + 4 * ends[2]) == 2
     assert table.part(5, 5).blocks == 0 and table.blocks == 5
+
+
+class OnGpu:
+    """The number of steps where a checkpoint of a GPU has it: to read it there waits."""
+
+    is_cuda = True
+
+    def cpu(self) -> torch.Tensor:
+        return torch.tensor(7.0)
+
+
+def test_a_number_of_steps_on_the_gpu_is_moved_once() -> None:
+    model = Model(OPTIMIZERS[2])
+    update = Update(model.optimizer)
+    for _ in range(2):
+        update.snapshot()
+        update.part(model.parameters)
+        states: Any = model.optimizer.state
+        for parameter in model.parameters:
+            if states[parameter]["step"] == 1:
+                states[parameter]["step"] = OnGpu()
+    assert {float(states[p]["step"]) for p in model.parameters} == {8.0}

@@ -78,7 +78,9 @@ class Hosts:
 
     def _set_up(self, host: int) -> int:
         """Start the host's first process. Returns its number."""
-        every = (f"{self.address(i)} host{i}" for i in range(len(self.names)))
+        addresses = {i: self.address(i) for i in range(len(self.names))}
+        addresses[host] = "127.0.1.1"  # as Debian and Ubuntu write it
+        every = (f"{address} host{i}" for i, address in addresses.items())
         names = "\n".join(["127.0.0.1 localhost", *every])
         words = ["ip", "netns", "exec", self.names[host], "unshare", "--pid", "--fork",
                  "--kill-child", "--mount", "--mount-proc", "--uts", "sh", "-c", _SET_UP,

@@ -17,10 +17,15 @@ import torch  # noqa: E402
 
 import linkweave  # noqa: E402
 from linkweave.collectives import CollectiveError  # noqa: E402
+from linkweave.collectives.training.transport import OverGroup  # noqa: E402
 
 
 def everything(comm: Any) -> list[list[int]]:
     test_cluster.everything(comm)
+    lanes = OverGroup(torch.distributed.group.WORLD)  # as parameters on GPUs get them
+    lanes.open(1)
+    lanes.average(0, x := torch.full((3,), float(comm.rank)))
+    assert x.tolist() == [(comm.size - 1) / 2] * 3
     return [list(ranks) for ranks in comm.machines.ranks]
 
 
@@ -46,7 +51,7 @@ def on_and_on(comm: Any, seconds: float) -> str:
 
 if __name__ == "__main__":
     body, timeout, *arguments = sys.argv[1:]
-    torch.distributed.init_process_group("gloo")  # ranks start at different times
+    torch.distributed.init_process_group("linkweave")  # ranks start at different times
     torch.distributed.barrier()
     communicator = linkweave.init(timeout=float(timeout))
     found = globals()[body](communicator, *map(float, arguments))

@@ -1,0 +1,139 @@
+"""Groups of gloo and NCCL beside a process group of torch.distributed, which does not list them.
+
+Its `new_group` needs all ranks of the job, or names a group by how many others the process has
+seen: ranks that differ in these would wait for each other in different places of the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from datetime import timedelta
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+
+from linkweave.collectives.cluster.gloo import gloo_group
+from linkweave.collectives.distributed.group import Group, nccl_group
+from linkweave.collectives.errors import CollectiveError
+
+_NUMBERS: WeakKeyDictionary[Any, count[int]] = WeakKeyDictionary()
+"""The next number of those made beside a group, the same on all of its ranks."""
+
+
+class Unlisted:
+    """A group of gloo for CPU tensors and one of NCCL for GPU tensors, of a process group's ranks.
+
+    Without one of NCCL, gloo takes GPU tensors too. Calls are those of torch's backends.
+    """
+
+    def __init__(self, group: Any, kinds: Iterable[str]) -> None:
+        """`kinds`: "cpu", "cuda" or both. All ranks of the group make it, in the same order."""
+        self.kinds = frozenset(kinds)
+        rank, size, timeout = group.rank(), group.size(), timeout_of(group)
+        name = f"linkweave/{next(_NUMBERS.setdefault(group, count()))}"
+        store = c10d.PrefixStore(f"{name}/", dist.distributed_c10d._get_process_group_store(group))
+        self._of: dict[str, Any] = {}
+        self._ended = False
+        if "cpu" in self.kinds:
+            gloo = gloo_group(store, rank, size, timeout.total_seconds())
+            gloo.barrier().wait()  # no rank may leave while another one connects to it
+            self._of["cpu"] = gloo
+        if "cuda" in self.kinds:
+            ranks = dist.get_process_group_ranks(group)
+            name = f"{name} of {group.group_name}"
+            self._of["cuda"] = nccl_group(store, rank, size, timeout, name, ranks)
+        finalize(group, self.shutdown)  # or at exit
+
+    def nccl_takes(self, x: Any) -> bool:
+        return x.is_cuda and "cuda" in self._of
+
+    def of(self, x: Any) -> Any:
+        """The group for a tensor."""
+        return self._of["cuda" if self.nccl_takes(x) or "cpu" not in self._of else "cpu"]
+
+    def call(self, name: str, x: Any, opts: Any, *arguments: Any) -> None:
+        """Call a method of the group for `x`; on a GPU the current stream waits for the result."""
+        opts.asyncOp = False
+        if (work := getattr(self.of(x), name)(*arguments, opts)) is not None:
+            work.wait()
+
+    def allreduce(self, x: Any, op: Any = dist.ReduceOp.SUM) -> None:
+        opts = c10d.AllreduceOptions()
+        opts.reduceOp = op
+        self.call("allreduce", x, opts, [x])
+
+    def broadcast(self, x: Any, source: int) -> None:
+        opts = c10d.BroadcastOptions()
+        opts.rootRank = source
+        self.call("broadcast", x, opts, [x])
+
+    def allgather(self, x: Any, out: Any) -> None:
+        """Flat tensors, of which `out` receives those of all ranks."""
+        self.call("_allgather_base", x, c10d.AllgatherOptions(), out, x)
+
+    def reduce_scatter(self, x: Any, out: Any, op: Any) -> None:
+        opts = c10d.ReduceScatterOptions()
+        opts.reduceOp = op
+        self.call("_reduce_scatter_base", x, opts, out, x)
+
+    def alltoall(self, x: Any, out: Any, sends: list[int], receives: list[int]) -> None:
+        """Flat tensors; without numbers of elements, all ranks get as many."""
+        self.call("alltoall_base", x, c10d.AllToAllOptions(), out, x, receives, sends)
+
+    def sendrecv(self, x: Any, to: int | None, out: Any, source: int | None) -> None:
+        """Send `x` and receive `out` at once, or one of the two."""
+        group, coalesces, works = self.of(x), self.nccl_takes(x), []
+        if coalesces:  # one by one, a send would hold up the receive from the same rank
+            group._start_coalescing()
+        if to is not None:
+            works.append(group.send([x], to, 0))
+        if source is not None:
+            works.append(group.recv([out], source, 0))
+        for work in [group._end_coalescing()] if coalesces else works:
+            work.wait()
+
+    def abort(self) -> None:
+        self._ended = True
+        with ExitStack() as last:  # one that raises does not spare the other
+            for group in self._of.values():
+                last.callback(group.abort)
+
+    def shutdown(self) -> None:
+        """End NCCL's group, whose calls deleting it would abort."""
+        if "cuda" in self._of and not self._ended:
+            self._ended = True
+            self._of["cuda"].shutdown()
+
+
+def kinds_of(group: Any) -> frozenset[str]:
+    """The kinds of devices whose tensors a process group takes by gloo or NCCL; for a group of
+    linkweave those of both. Raises CollectiveError for another backend."""
+    if isinstance(group, Group):
+        return frozenset({"cpu", "cuda"} if dist.is_nccl_available() else {"cpu"})
+    found = set()
+    for device in group._device_types:
+        name = _backend(group, device).name()
+        if name not in ("gloo", "nccl"):
+            raise CollectiveError(
+                f"the process group takes tensors on {device.type} by {name}; training needs gloo, "
+                "NCCL or linkweave"
+            )
+        found.add("cuda" if name == "nccl" else "cpu")
+    return frozenset(found)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """A process group's, which torch.distributed tells in no other way."""
+    if isinstance(group, Group):
+        return group.timeout
+    options = getattr(_backend(group, group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None) or dist.default_pg_timeout
+
+
+def _backend(group: Any, device: Any) -> Any:
+    found = group._get_backend(device)
+    return getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG wraps it

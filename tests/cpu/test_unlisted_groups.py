@@ -1,0 +1,114 @@
+"""Lanes over a process group: torch.distributed does not list their groups."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_distributed import run
+
+from linkweave.collectives import CollectiveError
+from linkweave.collectives.distributed import unlisted
+from linkweave.collectives.distributed.unlisted import Unlisted, kinds_of
+from linkweave.collectives.training.transport import OverGroup
+
+
+def averaged(group: Any) -> float:
+    transport = OverGroup(group)
+    transport.open(2)
+    transport.average(1, x := torch.full((3,), float(transport.rank)))
+    assert transport.share(b"x" * transport.rank) == [b"x" * r for r in range(transport.size)]
+    transport.close()
+    return float(x[0])
+
+
+def seen(rank: int, which: str) -> list[float]:
+    """Ranks that have seen other groups than the rest."""
+    if which == "a group of some ranks":
+        dist.new_group([0, 1])
+        return [averaged(dist.group.WORLD)]
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    found = [averaged(halves[0])] if rank < 2 else []
+    if which == "lanes of some ranks, then a group":
+        dist.all_reduce(x := torch.ones(1), group=dist.new_group([0, 1, 2, 3]))
+        return [*found, float(x)]
+    return [*found, averaged(dist.group.WORLD), averaged(dist.group.WORLD)]
+
+
+@pytest.mark.parametrize(
+    ("which", "found"),
+    [("a group of some ranks", [1.5]), ("lanes of some ranks", [1.5, 1.5]),
+     ("lanes of some ranks, then a group", [4.0])],
+)  # fmt: skip
+def test_ranks_may_have_seen_other_groups(which: str, found: list[float]) -> None:
+    """torch's own groups of some ranks are named by how many others a process has seen."""
+    some = [] if which == "a group of some ranks" else [0.5]
+    ranks = run(4, lambda rank: seen(rank, which), backend="gloo")
+    assert ranks == [[*some, *found]] * 2 + [found] * 2
+
+
+class Nccl:
+    """Writes down its calls; synchronous ones return nothing."""
+
+    def __init__(self, said: list[str]) -> None:
+        self._said = said
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> Any:
+            self._said.append(name)
+            return SimpleNamespace(wait=lambda: None) if name == "_end_coalescing" else None
+
+        return call
+
+
+def over_nccl(rank: int) -> list[str]:
+    """Over a group of NCCL alone, which torch's CPU build lacks."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unlisted, "nccl_group", lambda *_: Nccl(said))
+        made = Unlisted(dist.group.WORLD, {"cpu", "cuda"})
+    made.broadcast(x := torch.full((2,), float(rank)), 1)  # as Adam's count of steps
+    assert x.tolist() == [1, 1] and not said
+    gpu: Any = SimpleNamespace(is_cuda=True)
+    made.broadcast(gpu, 0)
+    made.sendrecv(gpu, 1, gpu, 1)
+    made.shutdown()
+    made.shutdown()
+    return said
+
+
+def test_tensors_go_to_the_group_of_their_device() -> None:
+    calls = ["broadcast", "_start_coalescing", "send", "recv", "_end_coalescing", "shutdown"]
+    assert run(2, over_nccl, backend="gloo") == [calls] * 2
+
+
+def test_nccls_group_ends_with_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(unlisted, "nccl_group", lambda *_: Nccl(said))
+    monkeypatch.setattr(unlisted, "timeout_of", lambda group: dist.default_pg_timeout)
+    for name in ("_get_process_group_store", "get_process_group_ranks"):
+        monkeypatch.setattr(dist.distributed_c10d, name, lambda group: dist.HashStore())
+        monkeypatch.setattr(dist, name, lambda group: [0], raising=False)
+    group: Any = dist.ProcessGroup(0, 1)
+    monkeypatch.setattr(dist.ProcessGroup, "group_name", "mine", raising=False)
+    ended, aborted = Unlisted(group, {"cuda"}), Unlisted(group, {"cuda"})
+    aborted.abort()
+    assert said == ["abort"]
+    del group
+    gc.collect()
+    assert said == ["abort", "shutdown"] and ended and aborted
+
+
+def test_another_backend_is_refused() -> None:
+    backend = SimpleNamespace(name=lambda: "mpi")
+    wrapped = SimpleNamespace(wrapped_pg=backend)
+    for each in (backend, wrapped):
+        group = SimpleNamespace(
+            _device_types=[torch.device("cpu")], _get_backend=lambda device, each=each: each
+        )
+        with pytest.raises(CollectiveError, match=r"on cpu by mpi; training needs gloo, NCCL or"):
+            kinds_of(group)
