@@ -86,7 +86,7 @@ def _core(meter: Meter, libraries: Sequence[Arrays]) -> Iterator[Row]:
 def _ipc(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
     row, cupy, last = partial(_row, "ipc"), libraries[0], libraries[-1]
     for arrays in libraries:
-        for n, seconds in ((2, 10), (4, 15), (8, 30)):
+        for n, seconds in ((2, 10), (4, 20), (8, 46)):
             yield row(f"processes, {arrays.name}, {n} ranks", seconds,
                       run_ranks, arrays, n, (1, 2048, 30_000), False)  # fmt: skip
         if arrays is cupy:
@@ -99,7 +99,7 @@ def _ipc(meter: Meter, libraries: Sequence[Arrays], gpus: int) -> Iterator[Row]:
         for policy in POLICIES:
             yield row(f"train by {policy}, 2 processes", 20, train, last, 2, policy)
         for mode in ("gtopk", "topk"):
-            yield row(f"{mode} as on the CPU, 4 processes", 30, systems.gtopk, last, 4, mode,
+            yield row(f"{mode} as on the CPU, 4 processes", 42, systems.gtopk, last, 4, mode,
                       11_000_000)  # fmt: skip
         for kind in ("SGD", "SparseAdam"):
             yield row(f"an embedding by {kind} as on the CPU, 4 processes", 40, systems.embedding,

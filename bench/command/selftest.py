@@ -279,6 +279,14 @@ def run(asked: str, out: TextIO, report: Path | None = None) -> int:
     problems = [f"{c.name}: {c.detail}; {c.remedy}" for c in checks if c.state == "problem"]
     print(f"\nTests of {where}. The first compiles kernels, once:", file=out, flush=True)
     found, start, all_tests = list[Found](), time.monotonic(), [*tests(gpus)]
+
+    def save(words: str) -> None:
+        if report:
+            write(report, {
+                "machine": machine(), "arguments": sys.argv[1:], "gpus": gpus, "verdict": words,
+                "checks": seen["checks"], "tests": [asdict(row) for row in found],
+            })  # fmt: skip
+
     without = False  # a toolchain, on which all that needs a GPU depends
     try:
         for test in all_tests:
@@ -288,13 +296,10 @@ def run(asked: str, out: TextIO, report: Path | None = None) -> int:
                 found.append(ended(test))
             without |= test.name.endswith(TOOLCHAIN) and found[-1].state == "FAIL"
             print(found[-1], file=out, flush=True)
+            save(f"killed after {len(found)} of {len(all_tests)} tests")  # if it is
         words, status = verdict(problems, found)
     except KeyboardInterrupt:
         words, status = f"interrupted after {len(found)} of {len(all_tests)} tests", INTERRUPTED
     print(f"\n{time.monotonic() - start:.0f} s. {words}", file=out, flush=True)
-    if report:
-        write(report, {
-            "machine": machine(), "arguments": sys.argv[1:], "gpus": gpus, "verdict": words,
-            "checks": seen["checks"], "tests": [asdict(row) for row in found],
-        })  # fmt: skip
+    save(words)
     return status

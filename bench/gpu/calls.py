@@ -125,6 +125,9 @@ def beside_matmul(
 
             apart = calls * alone, products * product
             saved = sum(apart) - meter.seconds(both, wait, 5)
+            for rank, address in enumerate(memory.buffers):
+                what = f"an all-reduce beside products, rank {rank}"
+                meter.expect(address, memory.largest, what, nbytes)
             blocks = settings_of(ranks, prepared, nbytes)["blocks"]
             rows.append({"blocks": blocks, "allreduce_s": alone, "hidden": saved / min(apart)})
             print(rows[-1])  # kept if a later one fails

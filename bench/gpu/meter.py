@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linkweave.bench.gpu.runner import Failed, Result
+from linkweave.bench.gpu.runner import Failed, LeftOut, Result
 from linkweave.collectives import plan_allreduce
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.executor import GpuRanks, Prepared, virtual_ranks
@@ -66,7 +66,11 @@ class Meter:
     @contextmanager
     def filled(self, ranks: int, nbytes: int) -> Iterator[Filled]:
         """Zeroed buffers and random inputs of `nbytes` for each rank."""
-        found = [self.device.allocate(nbytes) for _ in range(2 * ranks)]
+        try:
+            found = [self.device.allocate(nbytes) for _ in range(2 * ranks)]
+        except MemoryError:
+            need = f"{2 * ranks} times {nbytes / MIB:g} MiB"
+            raise LeftOut(f"it needs {need}, which this GPU has not free") from None
         largest = np.full(min(nbytes, PERIOD) // 4, -np.inf, np.float32)
         for rank, address in enumerate(found[ranks:]):
             given = noise(rank, min(nbytes, PERIOD))

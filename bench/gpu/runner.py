@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from linkweave.collectives.launch.processes import die_with
+
 Result = dict[str, Any]
 
 ENVIRONMENT = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -89,8 +91,9 @@ def in_process(row: Row, limit: float) -> Result:
     with tempfile.TemporaryFile() as result, tempfile.TemporaryFile() as log:
         sys.stdout.flush()
         sys.stderr.flush()
+        parent = os.getpid()
         if not (pid := os.fork()):
-            _child(row, result, log, limit)
+            _child(row, result, log, limit, parent)
         try:
             _ended(pid, limit + GRACE_S)
         finally:
@@ -131,9 +134,10 @@ def _read(result: IO[bytes], code: int | None, limit: float, took: float) -> Res
     return {"state": f"failed: {how}"}
 
 
-def _child(row: Row, result: IO[bytes], log: IO[bytes], limit: float) -> NoReturn:
+def _child(row: Row, result: IO[bytes], log: IO[bytes], limit: float, parent: int) -> NoReturn:
     code = 1
     try:
+        die_with(parent)  # which may be killed in a way that it does not notice
         os.setpgid(0, 0)
         os.environ.update(ENVIRONMENT)
         for fd in (1, 2):

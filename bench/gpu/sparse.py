@@ -191,9 +191,12 @@ class SparseRows:
         return row
 
     def sparsify(self, n: int) -> Result:
-        """Time sparsify; the residual grows from call to call, which does not matter."""
-        grad, k = self.arrays.put(gradient(n)), round(n * DENSITY)
-        residual = self.arrays.put(gradient(n, 1))
+        """Check and time sparsify; the residual grows from call to call, which does not matter."""
+        given, kept, k = gradient(n), gradient(n, 1), round(n * DENSITY)
+        grad, residual = self.arrays.put(given), self.arrays.put(kept)
+        found = self.api.sparsify(grad, residual, k)
+        self.same(found, kernels.sparsify(given, kept, k), f"sparsify of {n}")
+        self.same([residual], [kept], f"residual of {n}")
         seconds = self.timed(lambda: self.api.sparsify(grad, residual, k))
         floor = 12 * n / self.meter.copy_rate(4 * n)
         row = {"elements": n, "k": k, "seconds": seconds, "of_floor": seconds / floor}

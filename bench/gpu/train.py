@@ -20,7 +20,7 @@ import numpy as np
 from linkweave import collectives
 from linkweave.bench.gpu.api import Arrays, on_ranks, same
 from linkweave.bench.gpu.runner import Failed, LeftOut, Result
-from linkweave.torch_backend import OLDEST
+from linkweave.torch_backend import OLDEST, register
 
 DDP = "DDP"
 """Not a policy: torch's DistributedDataParallel over the backend "linkweave"."""
@@ -105,6 +105,7 @@ def on_backend(engine: str, rank: int, size: int, folder: str) -> Iterator[None]
     """torch's default process group is one of linkweave, whose CUDA calls this engine carries."""
     import torch.distributed as dist
 
+    register()  # linkweave was imported before torch, and may not be installed
     os.environ["LINKWEAVE_CUDA"] = engine
     dist.init_process_group("linkweave", init_method=f"file://{folder}/meet", rank=rank,
                             world_size=size, timeout=timedelta(seconds=60))  # fmt: skip

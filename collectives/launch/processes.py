@@ -237,7 +237,7 @@ def _abort(fd: int, size: int, failed: _Rank) -> None:
 
 def _child(results: Connection, job: tuple[Any, ...]) -> None:
     what, rank, size, settings, gpu, path, parent = job
-    _die_with(parent)
+    die_with(parent)
     by_value = isinstance(what, bytes)
     dumps = cloudpickle.dumps if by_value else pickle.dumps
     gc.freeze()  # a collection would touch, and so copy, the pages inherited from the parent
@@ -305,7 +305,7 @@ def _failure(error: BaseException, text: str, dumps: Callable[[Any], bytes]) -> 
         return pickle.dumps((False, (stand_in, text)))
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Make the kernel kill this process when its parent dies."""
     import ctypes
 

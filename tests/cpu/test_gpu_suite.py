@@ -229,6 +229,17 @@ def test_a_wrong_result_is_a_failed_row(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @needs_compiler
+def test_a_row_that_needs_more_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(HostDevice):
+        def allocate(self, nbytes: int) -> int:
+            raise MemoryError
+
+    with gpus(monkeypatch, lambda index: Small(index=index)):
+        (row,) = outcomes((partial(MEASURES["bandwidth"], Meter(1)), 9))
+    assert row["state"].startswith("left out: it needs 2 times 1 MiB")
+
+
+@needs_compiler
 @pytest.mark.parametrize("multiprocessors", [8, 17, 132])
 def test_launches_that_wait_for_each_other_run_at_once(
     multiprocessors: int, monkeypatch: pytest.MonkeyPatch
@@ -386,6 +397,9 @@ def test_the_rows_of_sparse_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         rows.api.topk_abs = lambda x, k: kernels.topk_abs(-x, k)
         with pytest.raises(Failed, match=r"topk_abs of 5000 float32, k = 5 is not what the CPU"):
             rows.topk(5000)
+        rows.api.sparsify = lambda x, residual, k: kernels.sparsify(x, residual.copy(), k)
+        with pytest.raises(Failed, match=r"residual of 5000 is not what the CPU"):
+            rows.sparsify(5000)
 
 
 # ---- public calls -------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from linkweave import collectives
 from linkweave.bench.gpu import systems, train
 from linkweave.bench.gpu.api import CupyArrays, TorchTensors
 from linkweave.bench.gpu.runner import Failed, LeftOut
+from linkweave.collectives.training.embedding.exchange import RowExchange
 
 
 @pytest.fixture
@@ -54,6 +57,24 @@ def test_gtopk_as_on_the_cpu(mode: str, on_cpu: None) -> None:
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
 def test_an_embedding_as_on_the_cpu(kind: str, on_cpu: None) -> None:
     assert systems.embedding(CupyArrays(), 3, kind, "cpu")["step_s"] > 0
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "fetch": lambda right: lambda self, tokens: torch.full_like(right(self, tokens), 7.0),
+    "add": lambda right: lambda self, tokens, gradient: right(self, tokens, gradient.flip(1)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_exchange_of_rows_is_seen(
+    name: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that are looked up, and of the columns of a gradient."""
+    given = 2, CupyArrays(), "SGD", "cpu"
+    (right, _), _ = systems.on_ranks(systems.rows_trained, *given, timeout=60)
+    monkeypatch.setattr(RowExchange, name, FAULTS[name](getattr(RowExchange, name)))
+    (wrong, _), _ = systems.on_ranks(systems.rows_trained, *given, timeout=60)
+    assert wrong != right
 
 
 def test_gtopk_converges_beside_dense(on_cpu: None) -> None:

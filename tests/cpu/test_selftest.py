@@ -184,6 +184,25 @@ def test_an_interrupt_writes_the_report(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert json.loads(report.read_text())["verdict"] == "interrupted after 0 of 8 tests"
 
 
+def test_a_run_that_is_killed_leaves_what_it_has_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out, report = io.StringIO(), tmp_path / "report.json"
+    done: list[str] = []
+
+    def dies(test: Row) -> Found:
+        if done:
+            told = json.loads(report.read_text())
+            assert [row["name"] for row in told["tests"]] == done
+            assert told["verdict"] == f"killed after {len(done)} of 8 tests"
+        done.append(test.name)
+        return Found(test.name, "ok", 1.0, "")
+
+    monkeypatch.setattr(selftest, "ended", dies)
+    assert selftest.run("none", out, report) == selftest.PASS
+    assert len(done) == 8 and json.loads(report.read_text())["verdict"] == "PASS"
+
+
 def test_a_report_goes_where_its_path_leads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
