@@ -186,7 +186,7 @@ class Graph:
         direct = tuple(link for link in self.links if link.kind in DIRECT)
         if connects([(k.src, k.dst) for k in direct], self.gpus):
             return direct
-        ways = between([(k.src, k.dst) for k in self.links], (*self.gpus, *self.forwarders))
+        ways = between([(k.src, k.dst) for k in self.links])
         return tuple(link for link in self.links if (link.src, link.dst) in ways)
 
     @cached_property
@@ -318,7 +318,7 @@ def groups(members: Iterable[V], joined: Iterable[tuple[V, V]]) -> list[list[V]]
     return found
 
 
-def between(links: Sequence[Ends], gpus: Collection[int]) -> set[Ends]:
+def between(links: Sequence[Ends]) -> set[Ends]:
     """Drop links to switches with one neighbour until no such switch is left."""
     left = set(links)
     near: dict[Vertex, set[Vertex]] = {}

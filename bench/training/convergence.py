@@ -22,7 +22,6 @@ from linkweave.collectives.calls.communicator import get_default
 from linkweave.topology.checks import shown
 
 WARM_UP = (0.25, 0.0725, 0.015, 0.004)  # gTop-k, section IV-B
-POINTS = 20  # of a curve
 HEADER = (
     f"{'task':18}{'ranks':>6}{'steps':>7}{'rate':>7}  {'exchange':38}{'mean':>7}{'- dense':>9}"
     "  each seed"
@@ -71,8 +70,8 @@ def _unreadable(text: str) -> CollectiveError:
 class Row:
     """One exchange: the figures of `LEGEND` in the end, of each seed and their mean.
 
-    `points` has, for each seed, (steps, figure) in the course of the training. A step takes `batch`
-    samples of `predictions` classes each. `gtopk` has the options of the exchange.
+    A step takes `batch` samples of `predictions` classes each. `gtopk` has the options of the
+    exchange.
     """
 
     task: str
@@ -86,7 +85,6 @@ class Row:
     mean: float
     beyond_dense: float
     final: list[float]
-    points: list[list[tuple[int, float]]]
 
     def __str__(self) -> str:
         each = " ".join(f"{figure:.2f}" for figure in self.final)
@@ -105,8 +103,9 @@ def batches(samples: int, batch: int, seed: int) -> Iterator[torch.Tensor]:
 
 
 def _trained(
-    rank: int, task: Task, exchange: GTopK | None, steps: int, rate: float, every: int, seed: int
-) -> list[tuple[int, float]]:
+    rank: int, task: Task, exchange: GTopK | None, steps: int, rate: float, seed: int
+) -> float:
+    """The figure of the task in the end."""
     comm = get_default()
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -115,19 +114,14 @@ def _trained(
     parallel = DataParallel(model, optimizer, schedule="ddp", exchange=exchange or "dense")
     x, y = (torch.from_numpy(part) for part in task.train)
     share = task.batch // comm.size
-    points = []
     drawn = batches(len(x), task.batch, seed)
-    for step in rounds_of(steps, rank == 0):
-        mine = next(drawn)[rank * share : (rank + 1) * share]
+    for _, every in zip(rounds_of(steps, rank == 0), drawn, strict=False):
+        mine = every[rank * share : (rank + 1) * share]
         optimizer.zero_grad()
         cross_entropy(parallel(x[mine]), y[mine].flatten()).backward()
         optimizer.step()
-        if (step + 1) % every == 0 or step + 1 == steps:
-            parallel.finish()
-            if rank == 0:
-                points.append((step + 1, task.judge(model)))
     parallel.close()
-    return points
+    return task.judge(model) if rank == 0 else 0.0
 
 
 def convergence(
@@ -151,17 +145,16 @@ def convergence(
     epoch = epoch_steps or len(task.train[1]) // task.batch
     rate = rate or task.rate
     chosen = [None, *(exchange_of(text, epoch) for text in exchanges)]
-    every, dense = max(1, steps // POINTS), None
+    dense = None
     for exchange in chosen:
-        points = [
-            collectives.spawn(_trained, ranks, args=(own, exchange, steps, rate, every, seed))[0]
+        final = [
+            collectives.spawn(_trained, ranks, args=(own, exchange, steps, rate, seed))[0]
             for seed, own in enumerate(tasks)
         ]
-        final = [one[-1][1] for one in points]
         found = mean(final)
         dense = found if dense is None else dense
         yield Row(
             name, ranks, steps, task.batch // ranks * ranks, task.predictions, rate,
             named(exchange), exchange and asdict(exchange), found,
-            task.beyond(found, dense), final, points,
+            task.beyond(found, dense), final,
         )  # fmt: skip

@@ -217,13 +217,13 @@ def _gather(ranks: list[_Rank], fd: int, size: int) -> list[Any]:
                 first = r
             if deadline is None:
                 deadline = time.monotonic() + GRACE
-                _abort(fd, size, r)
+                _abort(fd, r)
     if first is not None and first.error is not None:
         raise first.error
     return [r.value for r in ranks]
 
 
-def _abort(fd: int, size: int, failed: _Rank) -> None:
+def _abort(fd: int, failed: _Rank) -> None:
     """Set the arena's abort flag, so that the other ranks stop waiting at once."""
     try:
         died = failed.process.exitcode is not None and failed.process.exitcode < 0

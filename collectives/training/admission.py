@@ -108,8 +108,8 @@ def triton_trouble(module: nn.Module) -> str:
     return ""
 
 
-def refuse_optimizers(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise CollectiveError for a module and optimizers that cannot train on several ranks."""
+def refuse_module(module: nn.Module) -> None:
+    """Raise CollectiveError for a module that cannot train on several ranks."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise CollectiveError(

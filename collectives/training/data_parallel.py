@@ -21,7 +21,7 @@ from linkweave.collectives.training.admission import (
     compare_exchanges,
     copy_from_rank_0,
     refuse,
-    refuse_optimizers,
+    refuse_module,
     send_buffers,
     triton_trouble,
 )
@@ -129,7 +129,7 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool, check_divergence: bool, reduce_dtype: torch.dtype | None,
         scale: LossScale | None,
     ) -> None:  # fmt: skip
-        refuse_optimizers(module, optimizers)
+        refuse_module(module)
         for optimizer in optimizers:
             refuse_another_scaler(optimizer, scale)
         plan = schedule if isinstance(schedule, str) else "a Schedule"
@@ -152,7 +152,7 @@ class DataParallel(nn.Module):
         after = partial(send_buffers, transport, module) if broadcast_buffers else nothing
         self._shares_buffers = broadcast_buffers
 
-        def exchange_of(gradients: GradientBuffers, engine: Engine) -> Exchange:
+        def exchange_of(gradients: GradientBuffers) -> Exchange:
             if spec is None:
                 return Dense(gradients, transport, reduce_dtype)
             return SparseExchange(spec, gradients, transport, scale)
@@ -513,9 +513,6 @@ class DataParallel(nn.Module):
         except CollectiveError:
             if error is None:  # else the caller's own is the one to raise
                 raise
-
-
-Spans = list[tuple[float, float]]
 
 
 def _copy_of(module: nn.Module, training: bool, end: str) -> DataParallel:

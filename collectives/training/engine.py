@@ -45,7 +45,7 @@ class Engine:
 
     def __init__(
         self, module: nn.Module, transport: Transport, embeddings: Embeddings, *,
-        flagged: bool, exchange_of: Callable[[GradientBuffers, Engine], Exchange],
+        flagged: bool, exchange_of: Callable[[GradientBuffers], Exchange],
         tuner_of: Callable[[Engine], Any], after: Callable[[int], None], rebuilds: bool,
         compares: bool, chaining: str,
     ) -> None:  # fmt: skip
@@ -411,7 +411,7 @@ class Engine:
         if not (units := self._layout.units(self._recorded, self.transport)):
             return
         self.gradients = GradientBuffers(units, self.transport.empty, flagged=self._flagged)
-        self.exchange = self._exchange_of(self.gradients, self)
+        self.exchange = self._exchange_of(self.gradients)
         self.moments.clock = clock_of(units[0].device)  # the model may have been moved
         self.transport.open(1)
         self.program = after_backward(self.gradients.slots, [unit.name for unit in units])

@@ -102,7 +102,7 @@ template <class T> __device__ __forceinline__ T scan_warp(T v, T& total) {
     return upto - v;
 }
 
-// The lanes of a warp, as bits, whose `v` is this thread's; all of them call it together.
+// The threads of a warp, as bits, whose `v` is this thread's; all of them call it together.
 __device__ __forceinline__ u32 same_in_warp(u32 v) { return __match_any_sync(0xffffffff, v); }
 
 // Threads of a warp see what its others have written to shared memory before it.

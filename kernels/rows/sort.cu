@@ -77,14 +77,14 @@ __device__ __forceinline__ void scatter_pairs(const Sort& a) {
     SHARED(SortScratch, scratch);
     for (u32 i = threadIdx.x; i < RADIX; i += blockDim.x)
         scratch.bins[i] = a.counts[i * gridDim.x + blockIdx.x];
-    const u32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, width = warp_size();
+    const u32 warp = threadIdx.x / WARP, t = threadIdx.x % WARP, width = warp_size();
     const u64 start = blockIdx.x * a.chunk;
     const u64 stop = start + a.chunk < a.n ? start + a.chunk : a.n;
     for (u64 first = start; first < stop; first += ROWS * blockDim.x) {
         for (u32 i = threadIdx.x; i < WARPS * RADIX; i += blockDim.x)
             scratch.of[i / RADIX][i % RADIX] = 0;
         __syncthreads();
-        const u64 mine = first + u64(warp) * ROWS * width + lane;
+        const u64 mine = first + u64(warp) * ROWS * width + t;
         KEY keys[ROWS];
 #pragma unroll
         for (u32 r = 0; r < ROWS; ++r)
@@ -95,7 +95,7 @@ __device__ __forceinline__ void scatter_pairs(const Sort& a) {
             const bool here = mine + r * width < stop;
             const u32 digit = u32(keys[r] >> a.shift) & (RADIX - 1);
             const u32 same = same_in_warp(here ? digit : u32(RADIX));
-            const u32 earlier = __popc(same & ((1u << lane) - 1));
+            const u32 earlier = __popc(same & ((1u << t) - 1));
             const u32 before = scratch.of[warp][digit];
             sync_warp();
             if (here && !earlier) scratch.of[warp][digit] = before + __popc(same);

@@ -294,15 +294,8 @@ def test_nodes_that_cannot_be(tmp_path: Path) -> None:
     as_json.write_text(load("2 x mesh-2").to_json())
     with pytest.raises(TopologyError, match="2 x mesh-2 cannot be a node"):
         load(f"2 x {as_json}")
-
-
-def test_a_node_whose_traffic_passes_a_forwarder() -> None:
-    helped = load("dgx1-v100").subset([0, 5], [1])
-    try:
-        topo = cluster(helped, 2)
-    except TopologyError:
-        return  # to refuse it is as well
-    assert len(topo.gpus) == 4 and algbw(topo) > 0
+    with pytest.raises(TopologyError, match="cannot be a node: it has forwarders without a rank"):
+        cluster(load("dgx1-v100").subset([0, 5], [1]), 2)
 
 
 # ---- words -----------------------------------------------------------------------------------

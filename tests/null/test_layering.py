@@ -46,7 +46,7 @@ ROOMS = {
     "calls": "errors settings planning runtime runtime.cpu runtime.gpu kernels",
     "launch": "errors settings runtime runtime.cpu runtime.gpu calls",
     "cluster": "errors settings planning overlap runtime runtime.cpu calls kernels",
-    "distributed": "settings runtime calls cluster kernels",
+    "distributed": "errors settings runtime calls cluster kernels",
     "training": "errors planning overlap runtime calls cluster distributed kernels",
 }
 """Which rooms a room of `collectives` may import (besides `topology`). "" is its face."""
