@@ -21,7 +21,8 @@ from linkweave.collectives.planning.collective import COLLECTIVES, SENDRECV, Lay
 from linkweave.collectives.planning.plan import Plan
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.cpu.layer_counters import LayerCounters
-from linkweave.collectives.runtime.tensors import is_contiguous, is_torch, output_for
+from linkweave.collectives.runtime.tensors import is_contiguous, output_for
+from linkweave.kernels.validate import is_torch
 from linkweave.topology.checks import integer
 
 CallContext = HostCalls | GpuContext

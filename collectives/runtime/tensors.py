@@ -15,14 +15,10 @@ from numpy.typing import NDArray
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.runtime.buffer import DTYPES, Buffer, unsupported
+from linkweave.kernels.validate import is_torch
 
 _address_of, _at = ctypes.addressof, ctypes.c_char.from_buffer
 _NUMPY = {np.dtype(name): name for name in DTYPES if DTYPES[name].stored == name}
-
-
-def is_torch(x: Any) -> bool:
-    kind = getattr(sys.modules.get("torch"), "Tensor", None)  # not there while torch is imported
-    return kind is not None and isinstance(x, kind)
 
 
 def _is_cuda_array(x: Any) -> bool:

@@ -15,9 +15,10 @@ from linkweave.collectives.calls.operations import allgather, into
 from linkweave.collectives.calls.sparse.backend import Message, Vector, Wire
 from linkweave.collectives.calls.sparse.modes import check_vector, flat_residual, wrong_indices
 from linkweave.collectives.planning.collective import Pairs, targets
-from linkweave.collectives.runtime.tensors import dtype_name, gpu_of, is_torch
+from linkweave.collectives.runtime.tensors import dtype_name, gpu_of
 from linkweave.kernels import merge_topk
 from linkweave.kernels.merge.cpu import add_at
+from linkweave.kernels.validate import is_torch
 
 _NOTHING: Vector = np.empty(0, np.float32), np.empty(0, np.int32)
 

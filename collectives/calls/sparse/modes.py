@@ -18,9 +18,9 @@ from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.planning.algorithms.trees import Tree
 from linkweave.collectives.planning.collective import SENDRECV
 from linkweave.collectives.planning.sparse_tree import rounds
-from linkweave.collectives.runtime.tensors import dtype_name, gpu_of, is_contiguous, is_torch
+from linkweave.collectives.runtime.tensors import dtype_name, gpu_of, is_contiguous
 from linkweave.kernels.merge.cpu import PAD
-from linkweave.kernels.validate import FLOATS
+from linkweave.kernels.validate import FLOATS, is_torch
 from linkweave.topology.checks import integer
 
 
