@@ -133,8 +133,9 @@ def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:
         options._devices = [_device()]
         return gloo(store, rank, size, options)
     except RuntimeError as error:
+        why = "" if timed_out(error) else "; the process that keeps the store may have ended"
         raise CollectiveTimeout(
-            f"rank {rank} of {size} cannot connect to the others: {error}", rank=rank
+            f"rank {rank} of {size} cannot connect to the others{why}: {error}", rank=rank
         ) from error
 
 

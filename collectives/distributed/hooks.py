@@ -12,10 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from linkweave.collectives.calls.communicator import get_default
+from linkweave.collectives.calls.communicator import Communicator, get_default
+from linkweave.collectives.cluster.communicator import ClusterCommunicator
 from linkweave.collectives.distributed.group import Group
 from linkweave.collectives.distributed.works import GroupWork
+from linkweave.collectives.errors import CollectiveError
 from linkweave.kernels import cast
+from linkweave.topology.checks import shown
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -62,4 +65,11 @@ def _communicator(state: Any) -> Any:
         state = dist.group.WORLD
     if isinstance(state, Group):
         return state.communicator
-    return get_default() if state is None else state
+    state = get_default() if state is None else state
+    if isinstance(state, Communicator | ClusterCommunicator):
+        return state
+    raise CollectiveError(
+        "the state of this hook must be a communicator, a process group of backend "
+        f'"linkweave", which dist.new_group(..., backend="linkweave") makes, or None, not '
+        f"{shown(state)}"
+    )

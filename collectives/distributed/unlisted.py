@@ -6,7 +6,8 @@ seen: ranks that differ in these would wait for each other in different places o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Collection
 from contextlib import ExitStack
 from datetime import timedelta
 from itertools import count
@@ -20,8 +21,9 @@ from linkweave.collectives.cluster.gloo import gloo_group
 from linkweave.collectives.distributed.group import Group, nccl_group
 from linkweave.collectives.errors import CollectiveError
 
-_NUMBERS: WeakKeyDictionary[Any, count[int]] = WeakKeyDictionary()
-"""The next number of those made beside a group, the same on all of its ranks."""
+_NAMES: WeakKeyDictionary[Any, tuple[int, count[int]]] = WeakKeyDictionary()
+"""Of each group the number of its session, as the store may have kept what an earlier group of that
+name has left, and the next number of those made beside it: the same on all of its ranks."""
 
 
 class Unlisted:
@@ -30,23 +32,26 @@ class Unlisted:
     Without one of NCCL, gloo takes GPU tensors too. Calls are those of torch's backends.
     """
 
-    def __init__(self, group: Any, kinds: Iterable[str]) -> None:
+    def __init__(self, group: Any, kinds: Collection[str]) -> None:
         """`kinds`: "cpu", "cuda" or both. All ranks of the group make it, in the same order."""
-        self.kinds = frozenset(kinds)
         rank, size, timeout = group.rank(), group.size(), timeout_of(group)
-        name = f"linkweave/{next(_NUMBERS.setdefault(group, count()))}"
-        store = c10d.PrefixStore(f"{name}/", dist.distributed_c10d._get_process_group_store(group))
+        store = dist.distributed_c10d._get_process_group_store(group)
+        if group not in _NAMES:
+            _NAMES[group] = (store.add("linkweave/sessions", 1) - 1) // size, count()
+        session, numbers = _NAMES[group]
+        name = f"linkweave/{session}/{next(numbers)}"
+        store = c10d.PrefixStore(f"{name}/", store)
         self._of: dict[str, Any] = {}
-        self._ended = False
-        if "cpu" in self.kinds:
+        self._ended, self._process = False, os.getpid()
+        if "cpu" in kinds:
             gloo = gloo_group(store, rank, size, timeout.total_seconds())
             gloo.barrier().wait()  # no rank may leave while another one connects to it
             self._of["cpu"] = gloo
-        if "cuda" in self.kinds:
+        if "cuda" in kinds:
             ranks = dist.get_process_group_ranks(group)
             name = f"{name} of {group.group_name}"
             self._of["cuda"] = nccl_group(store, rank, size, timeout, name, ranks)
-        finalize(group, self.shutdown)  # or at exit
+        self._last = finalize(group, self.shutdown)  # or at exit
 
     def nccl_takes(self, x: Any) -> bool:
         return x.is_cuda and "cuda" in self._of
@@ -104,9 +109,15 @@ class Unlisted:
 
     def shutdown(self) -> None:
         """End NCCL's group, whose calls deleting it would abort."""
-        if "cuda" in self._of and not self._ended:
+        if "cuda" in self._of and not self._ended and os.getpid() == self._process:
             self._ended = True
             self._of["cuda"].shutdown()
+
+    def close(self) -> None:
+        """Close the connections; ranks need not do so in one order."""
+        self._last.detach()
+        self.shutdown()
+        self._of.clear()
 
 
 def kinds_of(group: Any) -> frozenset[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary, WeakMethod, finalize
+from weakref import WeakMethod, finalize
 
 import torch
 import torch._C._distributed_c10d as c10d
@@ -232,11 +233,6 @@ class OverCommunicator:
         self._own.close()  # and its splits
 
 
-_FREE: WeakKeyDictionary[Any, dict[frozenset[str], list[Unlisted]]] = WeakKeyDictionary()
-"""The groups of closed transports, by the group that has their ranks. They are used again, as gloo
-takes its time to connect."""
-
-
 class OverGroup:
     """Lanes are groups of gloo and NCCL of the same ranks, as the group has them, and for a group
     of linkweave those of both."""
@@ -248,21 +244,16 @@ class OverGroup:
         if self.rank < 0:
             raise CollectiveError("this process is not in the process group that it passes")
         self._group, self._kinds = group, kinds_of(group)
-        self._own = self._made({*self._kinds, "cpu"})  # the caller goes on using the group
+        self._own = Unlisted(group, {*self._kinds, "cpu"})  # the caller goes on using the group
         self._lanes: list[Unlisted] = []
         self._met: set[int] = set()  # lanes of which NCCL knows all ranks
-        self._closed = False
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=device)
 
-    def _made(self, kinds: Iterable[str]) -> Unlisted:
-        free = _FREE.setdefault(self._group, {}).setdefault(frozenset(kinds), [])
-        return free.pop() if free else Unlisted(self._group, kinds)
-
     def open(self, lanes: int) -> None:
-        only = self._kinds & {self.device}
-        self._lanes += [self._made(only or self._kinds) for _ in range(lanes - len(self._lanes))]
+        kinds = self._kinds & {self.device} or self._kinds
+        self._lanes += [Unlisted(self._group, kinds) for _ in range(lanes - len(self._lanes))]
 
     def average(self, lane: int, x: torch.Tensor) -> None:
         over = self._lanes[lane]
@@ -353,19 +344,20 @@ class OverGroup:
         return [bytes(row[:n].tolist()) for row, n in zip(rows, sizes, strict=True)]
 
     def before_close(self, method: WeakMethod[Callable[[], None]]) -> None:
-        atexit.register(_call, method)
+        def call(process: int) -> None:
+            if os.getpid() == process:  # not in a child that was forked without the lanes' threads
+                _call(method)
+
+        atexit.register(call, os.getpid())
 
     def abort(self) -> None:
-        self._closed = True
         with ExitStack() as last:  # one that raises does not spare the others
             for over in (*self._lanes, self._own):
                 last.callback(over.abort)
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            for over in (self._own, *self._lanes):
-                _FREE[self._group].setdefault(over.kinds, []).append(over)
+        for over in (*self._lanes, self._own):
+            over.close()
 
 
 def _call(method: WeakMethod[Callable[[], None]]) -> None:
@@ -446,8 +438,11 @@ def transport_of(group: Any, device: str = "cpu") -> Transport | None:
         return OverGroup(group) if dist.get_world_size(group) > 1 else None
     if all(hasattr(group, name) for name in ("average", "stream", "share")):
         return cast(Transport, group)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise CollectiveError("this process is not in the process group that it passes")
     raise CollectiveError(
-        f"group must be a Communicator or a ProcessGroup of torch.distributed, not {shown(group)}"
+        "group must be a Communicator or a ProcessGroup of torch.distributed, such as get_group() "
+        f"of a mesh gives, not {shown(group)}"
     )
 
 

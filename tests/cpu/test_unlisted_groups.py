@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +19,9 @@ from test_distributed import run
 
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.distributed import unlisted
+from linkweave.collectives.distributed.hooks import _communicator
 from linkweave.collectives.distributed.unlisted import Unlisted, kinds_of
-from linkweave.collectives.training.transport import OverGroup
+from linkweave.collectives.training.transport import OverGroup, transport_of
 
 
 def averaged(group: Any) -> float:
@@ -112,3 +119,90 @@ def test_another_backend_is_refused() -> None:
         )
         with pytest.raises(CollectiveError, match=r"on cpu by mpi; training needs gloo, NCCL or"):
             kinds_of(group)
+
+
+def closed_in_any_order(rank: int) -> list[float]:
+    kept = [OverGroup(dist.group.WORLD) for _ in range(2)]
+    for transport in kept:
+        transport.open(2)
+    for transport in kept if rank else kept[::-1]:
+        transport.close()
+    found = [averaged(dist.group.WORLD)]
+    last = OverGroup(dist.group.WORLD)
+    if rank == 0:
+        last.close()  # alone
+    return [*found, averaged(dist.group.WORLD)]
+
+
+def test_ranks_close_in_any_order() -> None:
+    assert run(3, closed_in_any_order, backend="gloo") == [[1.0, 1.0]] * 3
+
+
+def again_on_one_store(rank: int) -> list[float]:
+    """A process group that ends, and another one, whose addresses lie where the first has left
+    its own."""
+    store, found = dist.distributed_c10d._get_default_store(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
+        for _ in range(3):
+            found.append(averaged(dist.new_group(backend="gloo")))
+    return found
+
+
+def test_a_store_is_used_again() -> None:
+    assert run(2, again_on_one_store, backend="gloo") == [[0.5] * 3] * 2
+
+
+FORKS = """
+import os, sys, torch, torch.distributed as dist, linkweave
+rank, store = sys.argv[1:]
+dist.init_process_group("gloo", init_method="file://" + store, rank=int(rank), world_size=2)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+trains = linkweave.DataParallel(model, optimizer, schedule="c-cube")
+for _ in range(24):
+    optimizer.zero_grad()
+    trains(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+if (child := os.fork()) == 0:
+    sys.exit(0)  # with a step under way, and what is registered for an exit
+print(os.waitpid(child, 0)[1])
+trains.close()
+dist.destroy_process_group()
+"""
+
+
+def test_a_forked_child_has_no_lanes_to_end(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", FORKS]
+    ranks = [
+        subprocess.Popen(
+            [*words, str(rank), str(tmp_path / "store")], text=True, stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2], start_new_session=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert [rank.communicate(timeout=100)[0].strip() for rank in ranks] == ["0", "0"]
+    finally:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+
+
+def states(rank: int) -> list[str]:
+    part = dist.new_group([0])
+    said = []
+    for call in (lambda: _communicator(dist.group.WORLD), lambda: transport_of(part, "cpu")):
+        try:
+            call()
+            said.append("fine")
+        except CollectiveError as error:
+            said.append(str(error))
+    return said
+
+
+def test_groups_that_cannot_be_used_are_named() -> None:
+    first, second = run(2, states, backend="gloo")
+    state = 'must be a communicator, a process group of backend "linkweave", which'
+    assert state in first[0] and state in second[0]
+    assert first[1] == "fine" and "is not in the process group that it passes" in second[1]
