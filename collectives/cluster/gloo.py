@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import reduce
 from operator import add, and_, mul, or_, xor
@@ -119,8 +119,12 @@ class _Sorted:
             self._bits.copy_(self.keys)
 
 
-def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:
+def gloo_group(
+    store: Any, rank: int, size: int, timeout: float, devices: Sequence[Any] = ()
+) -> Any:
     """A gloo group of `size` ranks, connected to each other. Deleting it closes its connections.
+
+    devices: gloo's own, of the network interfaces; default: the one of `_device`.
 
     `timeout` is in seconds. Raises CollectiveTimeout if they do not connect. Connecting later
     (gloo's `lazy_init`) would block asynchronous calls, and without a deadline while a link is
@@ -130,7 +134,7 @@ def gloo_group(store: Any, rank: int, size: int, timeout: float) -> Any:
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout)
     try:
-        options._devices = [_device()]
+        options._devices = list(devices) or [_device()]
         return gloo(store, rank, size, options)
     except RuntimeError as error:
         why = "" if timed_out(error) else "; the process that keeps the store may have ended"

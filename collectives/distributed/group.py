@@ -78,7 +78,7 @@ class Group(_Base):  # type: ignore[misc]
         rank, size, timeout = options.group_rank, options.group_size, options.timeout
         self._of_nccl, self._ranks = of_nccl, options.global_ranks_in_group
         super().__init__(rank, size)
-        self._timeout = self._timeout_of_others = timeout
+        self._timeout = self.timeout_of_others = timeout
         self._name = options.group_id
         seconds = timeout.total_seconds()
         job = Job(rank, size, options.store, "linkweave")
@@ -127,7 +127,7 @@ class Group(_Base):  # type: ignore[misc]
             if not dist.is_nccl_available():
                 raise RuntimeError("this call needs NCCL, which this torch does not have")
             self._others[device] = nccl_group(
-                self._store, self.rank(), self.size(), self._timeout_of_others, self._name,
+                self._store, self.rank(), self.size(), self.timeout_of_others, self._name,
                 self._ranks, self._of_nccl,
             )  # fmt: skip
         return self._others[device]
@@ -151,7 +151,7 @@ class Group(_Base):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of calls that go to gloo or NCCL. Warns that others keep theirs."""
-        self._timeout_of_others = timeout
+        self.timeout_of_others = timeout
         for other in self._others.values():
             other._set_default_timeout(timeout)
         warnings.warn(
@@ -339,8 +339,10 @@ class Group(_Base):  # type: ignore[misc]
             return ended()
         return self._run(opts, "barrier", [], None)
 
-    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        self._others["cpu"].monitored_barrier(timeout, wait_all_ranks)
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        self._others["cpu"].monitored_barrier(timeout or self.timeout_of_others, wait_all_ranks)
 
     # ---- several at once ---------------------------------------------------------------------
     def all_gather_single_coalesced(

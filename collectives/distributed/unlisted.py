@@ -14,12 +14,13 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
+import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from linkweave.collectives.cluster.gloo import gloo_group
 from linkweave.collectives.distributed.group import Group, nccl_group
-from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 
 _NAMES: WeakKeyDictionary[Any, tuple[int, count[int]]] = WeakKeyDictionary()
 """Of each group the number of its session, as the store may have kept what an earlier group of that
@@ -35,7 +36,10 @@ class Unlisted:
     def __init__(self, group: Any, kinds: Collection[str]) -> None:
         """`kinds`: "cpu", "cuda" or both. All ranks of the group make it, in the same order."""
         rank, size, timeout = group.rank(), group.size(), timeout_of(group)
-        store = dist.distributed_c10d._get_process_group_store(group)
+        try:
+            store = dist.distributed_c10d._get_process_group_store(group)
+        except KeyError:
+            raise CollectiveError("the process group has been destroyed") from None
         if group not in _NAMES:
             _NAMES[group] = (store.add("linkweave/sessions", 1) - 1) // size, count()
         session, numbers = _NAMES[group]
@@ -43,15 +47,21 @@ class Unlisted:
         store = c10d.PrefixStore(f"{name}/", store)
         self._of: dict[str, Any] = {}
         self._ended, self._process = False, os.getpid()
+        self._last: finalize[Any, Any] | None = None
         if "cpu" in kinds:
-            gloo = gloo_group(store, rank, size, timeout.total_seconds())
-            gloo.barrier().wait()  # no rank may leave while another one connects to it
-            self._of["cpu"] = gloo
+            devices = gloo_devices_of(group)
+            self._of["cpu"] = gloo_group(store, rank, size, timeout.total_seconds(), devices)
+            try:  # no rank may leave while another one connects to it
+                self._of["cpu"].barrier().wait()
+            except RuntimeError as error:
+                raise CollectiveTimeout(
+                    f"rank {rank} of {size} does not meet the others: {error}", rank=rank
+                ) from error
         if "cuda" in kinds:
             ranks = dist.get_process_group_ranks(group)
             name = f"{name} of {group.group_name}"
             self._of["cuda"] = nccl_group(store, rank, size, timeout, name, ranks)
-        self._last = finalize(group, self.shutdown)  # or at exit
+            self._last = finalize(group, self.shutdown)  # or at exit
 
     def nccl_takes(self, x: Any) -> bool:
         return x.is_cuda and "cuda" in self._of
@@ -115,7 +125,8 @@ class Unlisted:
 
     def close(self) -> None:
         """Close the connections; ranks need not do so in one order."""
-        self._last.detach()
+        if self._last:
+            self._last.detach()
         self.shutdown()
         self._of.clear()
 
@@ -140,9 +151,18 @@ def kinds_of(group: Any) -> frozenset[str]:
 def timeout_of(group: Any) -> timedelta:
     """A process group's, which torch.distributed tells in no other way."""
     if isinstance(group, Group):
-        return group.timeout
-    options = getattr(_backend(group, group._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None) or dist.default_pg_timeout
+        found: timedelta | None = group.timeout_of_others
+    else:
+        options = getattr(_backend(group, group._device_types[0]), "options", None)
+        found = getattr(options, "_timeout", None)
+    return found or dist.default_pg_timeout
+
+
+def gloo_devices_of(group: Any) -> list[Any]:
+    """The network interfaces of a process group's gloo; none if it has no gloo."""
+    if isinstance(group, Group) or torch.device("cpu") not in group._device_types:
+        return []
+    return list(_backend(group, torch.device("cpu")).options._devices)
 
 
 def _backend(group: Any, device: Any) -> Any:

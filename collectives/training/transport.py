@@ -358,6 +358,7 @@ class OverGroup:
     def close(self) -> None:
         for over in (*self._lanes, self._own):
             over.close()
+        self._group = None  # whose store may have to end with it
 
 
 def _call(method: WeakMethod[Callable[[], None]]) -> None:

@@ -190,7 +190,7 @@ def test_a_timeout_goes_to_others_and_ours_stays(group: Any) -> None:
     group._others["cpu"] = SimpleNamespace(_set_default_timeout=found.append)
     with pytest.warns(UserWarning, match=r"own calls keep the timeout 0:00:09, .* 0:00:01 from"):
         group.set_timeout(given)
-    assert found == [given] and group._timeout_of_others == given  # of NCCL's group, once made
+    assert found == [given] and group.timeout_of_others == given  # of NCCL's group, once made
 
 
 def test_nccls_group_ends_by_itself_before_it_is_deleted(group: Any) -> None:

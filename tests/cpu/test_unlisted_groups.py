@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,3 +207,22 @@ def test_groups_that_cannot_be_used_are_named() -> None:
     state = 'must be a communicator, a process group of backend "linkweave", which'
     assert state in first[0] and state in second[0]
     assert first[1] == "fine" and "is not in the process group that it passes" in second[1]
+
+
+def dropped(rank: int) -> list[Any]:
+    """Whether a transport that nobody has closed ends, and what one of a destroyed group says."""
+    transport = OverGroup(part := dist.new_group())
+    transport.open(2)
+    left = [weakref.ref(over) for over in (*transport._lanes, transport._own)]
+    last = OverGroup(part)
+    del transport
+    gc.collect()
+    found: list[Any] = [each() for each in left]
+    dist.destroy_process_group(part)
+    with pytest.raises(CollectiveError, match="the process group has been destroyed"):
+        last.open(1)
+    return found
+
+
+def test_a_transport_that_is_dropped_ends() -> None:
+    assert run(2, dropped, backend="gloo") == [[None] * 3] * 2
