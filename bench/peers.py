@@ -42,6 +42,16 @@ class Gloo:
         self.dist.destroy_process_group()
 
 
+def single_calls() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch's all-gather into one tensor and reduce-scatter from one, which had other names before
+    2.13."""
+    import torch.distributed as dist
+
+    if hasattr(dist, "all_gather_single"):
+        return dist.all_gather_single, dist.reduce_scatter_single
+    return dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+
 def by_torch(
     kind: str, given: Any, out: Any, count: int, group: Any = None, op: str = "sum"
 ) -> Callable[[], Any]:
@@ -50,13 +60,12 @@ def by_torch(
     import torch
     import torch.distributed as dist
 
-    from linkweave.collectives.training.transport import all_gather_single, reduce_scatter_single
-
     x, y = (a if isinstance(a, torch.Tensor) else torch.from_numpy(np.asarray(a))
             for a in (given, out))  # fmt: skip
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = list(y) if kind == "gather" and rank == 0 else None
     parts = list(x) if kind == "scatter" and rank == 0 else None
+    all_gather_single, reduce_scatter_single = single_calls()
     mine, kind_of = splits(rank, size, count), getattr(dist.ReduceOp, op.upper())
     return {
         "allreduce": lambda: dist.all_reduce(x, kind_of, group),

@@ -22,7 +22,7 @@ import numpy as np
 
 from linkweave import collectives
 from linkweave.bench.command.options import install
-from linkweave.bench.peers import Gloo, timed
+from linkweave.bench.peers import Gloo, single_calls, timed
 from linkweave.bench.timing import rounds_of, schedule
 from linkweave.collectives import CollectiveError
 from linkweave.collectives.calls.communicator import get_default
@@ -147,11 +147,7 @@ class Sharded(Trained):
         return weight.full_tensor().flatten(), weight.to_local().flatten().clone()
 
     def collectives(self) -> None:
-        from linkweave.collectives.training.transport import (
-            all_gather_single,
-            reduce_scatter_single,
-        )
-
+        all_gather_single, reduce_scatter_single = single_calls()
         whole, shard = self._layer
         for _ in range(2 * LAYERS):  # in each pass
             all_gather_single(whole, shard, group=self._group)

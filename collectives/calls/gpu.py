@@ -24,7 +24,7 @@ from linkweave.collectives.planning.layout import staging
 from linkweave.collectives.runtime.buffer import Buffer
 from linkweave.collectives.runtime.gpu.executor import CallCounters
 from linkweave.collectives.runtime.gpu.team import LaunchKey
-from linkweave.collectives.runtime.tensors import as_buffer, fast_gpu_buffer, stream_of
+from linkweave.collectives.runtime.tensors import as_buffer, fast_gpu_buffer, nothing, stream_of
 from linkweave.topology.checks import integer
 
 
@@ -232,7 +232,7 @@ class GpuContext:
     def buffer(self, x: Any, written: bool = True) -> tuple[Buffer, Callable[[], None]]:
         buffer, done = as_buffer(x, written, self.gpu.index)
         self.kept += [x, buffer.owner]
-        return buffer, lambda: self._later.append(done)
+        return buffer, done if done is nothing else lambda: self._later.append(done)
 
     def stage(self, request: Request, given: Buffer, result: Buffer | None) -> None:
         """Make a call from an input to a result; without one, this rank gets none."""

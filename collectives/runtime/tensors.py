@@ -156,7 +156,7 @@ def as_buffer(
     else:
         whole = x if x.flags.c_contiguous else np.ascontiguousarray(x)
         buffer = Buffer(int(whole.ctypes.data), int(whole.nbytes), name, int(x.itemsize), whole)
-    return buffer, _nothing if whole is x else _copy_back(x, whole)
+    return buffer, nothing if whole is x else _copy_back(x, whole)
 
 
 def _cuda_buffer(x: Any, written: bool, name: str) -> tuple[Buffer, Callable[[], None]]:
@@ -168,7 +168,7 @@ def _cuda_buffer(x: Any, written: bool, name: str) -> tuple[Buffer, Callable[[],
     )
     if written and interface["data"][1]:
         raise CollectiveError("the array is read-only; a collective writes its result into it")
-    whole, done = x, _nothing
+    whole, done = x, nothing
     if not is_contiguous(x):
         if written:
             _refuse_shared(shape, strides)
@@ -209,8 +209,8 @@ def _refuse_shared(shape: Sequence[int], strides: Sequence[int]) -> None:
         )
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """What is to be done with a tensor in which the result is already."""
 
 
 def _copy_back(to: Any, source: Any) -> Callable[[], None]:
