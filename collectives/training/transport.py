@@ -458,11 +458,12 @@ class GroupQueue:
         if x.dtype == torch.float16:  # whose sum may overflow
             x.div_(size)
             self._size = 1
-        self._parts = torch.split(x, pieces.QUEUED // x.element_size())
-        self._works: list[Any] = [
-            group.allreduce([part], c10d.AllreduceOptions()) for part in self._parts
-        ]
+        self._group, self._parts = group, torch.split(x, pieces.QUEUED // x.element_size())
+        self._works = [self._send(part) for part in self._parts]
         self._final = self._done = 0  # elements, and pieces
+
+    def _send(self, part: torch.Tensor) -> Any:
+        return self._group.allreduce([part], c10d.AllreduceOptions())
 
     def dequeue(self, layer: int) -> None:
         self._wait(self._ends[layer])

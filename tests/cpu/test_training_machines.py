@@ -39,7 +39,7 @@ from linkweave.collectives import DataParallel
 from linkweave.collectives.cluster import pieces
 from linkweave.collectives.cluster.gloo import Across
 from linkweave.collectives.training import transport, update
-from linkweave.collectives.training.transport import transport_of
+from linkweave.collectives.training.transport import GroupQueue, transport_of
 
 pytestmark = pytest.mark.usefixtures(imported.__name__)
 STEPS = 4
@@ -186,19 +186,23 @@ def test_units_that_arrive_in_parts(run: Callable[[], list[Any]]) -> None:
 
 def dies_in_a_piece(group: Any, rank: int, size: int) -> tuple[str, float]:
     """Rank 1 ends when it comes to the sixth piece of the second step."""
-    calls = count()
+    calls, allreduce = count(), Across.allreduce
 
-    def until(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            streamed = group is not dist.group.WORLD or kwargs.get("async_op")
-            if rank == 1 and streamed and next(calls) == PIECES + 5:
-                os._exit(3)
-            return call(*args, **kwargs)
+    def sends() -> None:
+        if rank == 1 and next(calls) == PIECES + 5:
+            os._exit(3)
 
-        return counted
+    def across(*args: Any) -> Any:
+        sends()
+        return allreduce(*args)
 
-    Across.allreduce = until(Across.allreduce)  # type: ignore[method-assign]
-    dist.all_reduce = until(dist.all_reduce)
+    class Told(GroupQueue):
+        def _send(self, part: torch.Tensor) -> Any:
+            sends()
+            return super()._send(part)
+
+    Across.allreduce = across  # type: ignore[method-assign]
+    transport.GroupQueue = Told  # type: ignore[misc]
     model, optimizer = streaming(group, sgd)
     begun = time.monotonic()
     said = error_of(lambda: train("cnn", model, optimizer, range(9), rank, size))
