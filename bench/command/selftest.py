@@ -280,12 +280,12 @@ def run(asked: str, out: TextIO, report: Path | None = None) -> int:
     print(f"\nTests of {where}. The first compiles kernels, once:", file=out, flush=True)
     found, start, all_tests = list[Found](), time.monotonic(), [*tests(gpus)]
 
+    about = {"machine": machine(), "arguments": sys.argv[1:], "gpus": gpus} if report else {}
+
     def save(words: str) -> None:
         if report:
-            write(report, {
-                "machine": machine(), "arguments": sys.argv[1:], "gpus": gpus, "verdict": words,
-                "checks": seen["checks"], "tests": [asdict(row) for row in found],
-            })  # fmt: skip
+            rest = {"checks": seen["checks"], "tests": [asdict(row) for row in found]}
+            write(report, {**about, "verdict": words, **rest})
 
     without = False  # a toolchain, on which all that needs a GPU depends
     try:

@@ -57,6 +57,20 @@ def nccl_group(
     return c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl/", store), rank, size, options)
 
 
+def at_once(nccl: Any, messages: Sequence[tuple[str, tuple[Any, ...]]]) -> Any:
+    """Send and receive as one call of a group of NCCL: one by one, a send would hold up the receive
+    from the same rank. `messages`: names of its methods, and their arguments."""
+    nccl._start_coalescing()
+    try:
+        for name, arguments in messages:
+            getattr(nccl, name)(*arguments)
+    except BaseException:
+        with suppress(RuntimeError):  # the first error is raised
+            nccl._end_coalescing()
+        raise
+    return nccl._end_coalescing()
+
+
 _Base: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not call
 
 
@@ -334,10 +348,12 @@ class Group(_Base):  # type: ignore[misc]
         cuda: Any = torch.cuda
         if "cuda" in self._named and cuda.is_initialized():
             self._finish_gpu(opts.device)
-        if opts.timeout > timedelta(0) and not opts.asyncOp:
-            self.communicator.barrier(async_op=True).wait(opts.timeout.total_seconds())
-            return ended()
-        return self._run(opts, "barrier", [], None)
+        limited = opts.timeout > timedelta(0) and not opts.asyncOp
+        opts.asyncOp |= limited
+        work = self._run(opts, "barrier", [], None)
+        if limited:
+            work.wait(opts.timeout)
+        return work
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -371,17 +387,8 @@ class Group(_Base):  # type: ignore[misc]
     def _end_coalescing(self, device: Any) -> Any:
         works, self._coalesced = self._coalesced or [], None
         messages, self._messages = self._messages, []
-        if messages:  # one by one, a send would hold up the receive from the same rank
-            nccl = self._other("cuda")
-            nccl._start_coalescing()
-            try:
-                for name, arguments in messages:
-                    getattr(nccl, name)(*arguments)
-            except BaseException:
-                with suppress(RuntimeError):  # the first error is raised
-                    nccl._end_coalescing()
-                raise
-            works.append(nccl._end_coalescing())
+        if messages:
+            works.append(at_once(self._other("cuda"), messages))
         return together(works, [])
 
     # ---- what goes to gloo or NCCL -----------------------------------------------------------

@@ -19,7 +19,7 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from linkweave.collectives.cluster.gloo import gloo_group
-from linkweave.collectives.distributed.group import Group, nccl_group
+from linkweave.collectives.distributed.group import Group, at_once, nccl_group
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
 
 _NAMES: WeakKeyDictionary[Any, tuple[int, count[int]]] = WeakKeyDictionary()
@@ -101,14 +101,13 @@ class Unlisted:
 
     def sendrecv(self, x: Any, to: int | None, out: Any, source: int | None) -> None:
         """Send `x` and receive `out` at once, or one of the two."""
-        group, coalesces, works = self.of(x), self.nccl_takes(x), []
-        if coalesces:  # one by one, a send would hold up the receive from the same rank
-            group._start_coalescing()
-        if to is not None:
-            works.append(group.send([x], to, 0))
-        if source is not None:
-            works.append(group.recv([out], source, 0))
-        for work in [group._end_coalescing()] if coalesces else works:
+        group = self.of(x)
+        messages = [("send", ([x], to, 0))] if to is not None else []
+        messages += [("recv", ([out], source, 0))] if source is not None else []
+        if self.nccl_takes(x):
+            at_once(group, messages).wait()
+            return
+        for work in [getattr(group, name)(*arguments) for name, arguments in messages]:
             work.wait()
 
     def abort(self) -> None:

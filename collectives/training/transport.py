@@ -216,11 +216,7 @@ class OverCommunicator:
         self._own.allreduce(x)
 
     def share(self, payload: bytes) -> list[bytes]:
-        size = torch.tensor([len(payload)], device="cpu")
-        counts = self._own.allgather(size).flatten().tolist()
-        mine = torch.tensor(list(payload), dtype=torch.uint8, device="cpu")
-        found = self._own.allgather(mine, counts=counts)
-        return [bytes(row.tolist()) for row in found.split(counts)]
+        return shared(payload, self._own.allgather)
 
     def before_close(self, method: WeakMethod[Callable[[], None]]) -> None:
         self._whole.before_close(partial(_call, method))
@@ -336,12 +332,7 @@ class OverGroup:
         self._own.allreduce(x)
 
     def share(self, payload: bytes) -> list[bytes]:
-        size = torch.tensor([len(payload)], device="cpu")
-        sizes = self._allgather(self._own, size).flatten().tolist()
-        padded = payload.ljust(max(sizes), b"\0")
-        mine = torch.tensor(list(padded), dtype=torch.uint8, device="cpu")
-        rows = self._allgather(self._own, mine)
-        return [bytes(row[:n].tolist()) for row, n in zip(rows, sizes, strict=True)]
+        return shared(payload, partial(self._allgather, self._own))
 
     def before_close(self, method: WeakMethod[Callable[[], None]]) -> None:
         def call(process: int) -> None:
@@ -364,6 +355,14 @@ class OverGroup:
 def _call(method: WeakMethod[Callable[[], None]]) -> None:
     if found := method():
         found()
+
+
+def shared(payload: bytes, allgather: Callable[[torch.Tensor], torch.Tensor]) -> list[bytes]:
+    """The payloads of all ranks, by rank; `allgather` takes CPU tensors of one size."""
+    sizes = allgather(torch.tensor([len(payload)], device="cpu")).flatten().tolist()
+    padded = list(payload.ljust(max(sizes), b"\0"))
+    rows = allgather(torch.tensor(padded, dtype=torch.uint8, device="cpu"))
+    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def splits(counts: Counts, rank: int) -> tuple[list[int], list[int]]:

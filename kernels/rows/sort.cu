@@ -3,8 +3,8 @@
 // A pass sorts by 8 bits: `histogram` counts the digits of each block, `offsets` (one block) adds
 // them up in the order (digit, block), and `scatter` writes. A warp of it ranks adjacent elements,
 // a row of them at a time, among those with the same digit, behind the earlier warps of the block,
-// so the sort is stable. The first pass reads the caller's indices. Then `runs` counts and `name` numbers the runs. All
-// launches go to one stream.
+// so the sort is stable. The first pass reads the caller's indices. Then `runs` counts and `name`
+// numbers the runs. All launches go to one stream.
 // Bounds: an index out of range is reported and sorted by its low bits; no address depends on the
 // value of an index.
 #include "gpu/block.h"
