@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -141,19 +139,14 @@ class GpuLauncher:
         if self._watchdog.over:
             self.check()
 
-    @contextmanager
-    def using(self, known: bool = False) -> Iterator[None]:
+    def using(self, known: bool = False) -> _Using:
         """Make this GPU the thread's current one within a `with` block.
 
         Raises errors so far; `known`: only those that are known already. An error from CUDA in the
         block ends the communicator.
         """
         (self.quick_check if known else self.check)()
-        try:
-            with self.device.here():
-                yield
-        except (RuntimeError, MemoryError) as error:  # CUDA's; CuPy's when out of memory
-            raise self.fail(error) from error
+        return _Using(self)
 
     def fail(self, error: Exception) -> CollectiveError:
         """End the communicator on all ranks. Returns the error to raise here."""
@@ -432,3 +425,27 @@ class GpuLauncher:
         """Raise CollectiveError if a stream is being captured."""
         if self.device.capturing(stream):
             raise CollectiveError(f"this call {why}, and cannot be captured into a graph{remedy}")
+
+
+class _Using:
+    """The block of `GpuLauncher.using`; a class, as a generator takes the host twice as long."""
+
+    __slots__ = "_gpu", "_here"
+
+    def __init__(self, gpu: GpuLauncher) -> None:
+        self._gpu = gpu
+
+    def __enter__(self) -> None:
+        try:
+            self._here = self._gpu.device.here()
+            self._here.__enter__()
+        except RuntimeError as error:
+            raise self._gpu.fail(error) from error
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        try:
+            self._here.__exit__(None, None, None)
+        except RuntimeError as failed:
+            error = failed
+        if isinstance(error, RuntimeError | MemoryError):  # CUDA's; CuPy's when out of memory
+            raise self._gpu.fail(error) from error

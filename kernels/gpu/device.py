@@ -6,7 +6,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 
@@ -50,17 +50,24 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._runtime.getDeviceCount()  # starts the driver
         self._cuda = ctypes.CDLL("libcuda.so.1")  # for functions that CuPy does not wrap
+        self._context = 0  # the GPU's own, of which CUDA has one in a process
         self._own = self.make_stream()
+        with self.here():
+            self._context = self._driver.ctxGetCurrent()
 
-    @contextmanager
-    def here(self) -> Iterator[None]:
+    def here(self) -> AbstractContextManager[None]:
         """Make this the thread's current GPU within a `with` block.
 
         If the thread had none, it stays current: CuPy assumes that a thread which has loaded a
         kernel has a context.
         """
-        before = self._driver.ctxGetCurrent()  # restoring with setDevice would create a context
-        self._runtime.setDevice(self.index)
+        before = self._driver.ctxGetCurrent()
+        return nullcontext() if before and before == self._context else self._switched(before)
+
+    @contextmanager
+    def _switched(self, before: int) -> Iterator[None]:
+        """`here`, from another context, or from none (0)."""
+        self._runtime.setDevice(self.index)  # restoring with it would create a context
         try:
             yield
         finally:

@@ -92,6 +92,19 @@ def test_nothing_is_done_on_another_gpu_and_the_current_one_stays(runtime: Runti
     assert runtime.current == 3
 
 
+def test_a_gpu_that_is_current_is_not_made_so_again(runtime: Runtime) -> None:
+    device = CudaDevice(3)
+    device.use()
+    set_again: list[int] = []
+    runtime.setDevice = set_again.append  # type: ignore[method-assign]
+    with device.here():
+        device.record(device.make_event(), 9)
+    assert not set_again
+    runtime.current = 5
+    device.wait(1, 9)
+    assert set_again == [3]
+
+
 def test_setting_up_waits_for_its_own_stream_only(runtime: Runtime) -> None:
     device = CudaDevice(0)
     runtime.calls.clear()

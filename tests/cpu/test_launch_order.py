@@ -135,8 +135,7 @@ def test_which_launches_fit() -> None:
     def enqueue(which: int, blocks: int, resident: int) -> set[int]:
         """The launches that this one waits for."""
         device.done.clear()
-        with order.enqueueing([Launch(device, 7, events[which], blocks, resident)]):
-            pass
+        order.enqueue([Launch(device, 7, events[which], blocks, resident)], lambda: None)
         assert device.done[-1] == ("record", events[which], 7)
         return {events.index(event) for what, event, _ in device.done if what == "wait"}
 

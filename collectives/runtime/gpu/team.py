@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from linkweave.collectives.errors import (
     CollectiveAborted,
@@ -27,6 +27,7 @@ from linkweave.collectives.runtime.gpu.memory import SymmetricAddress, Symmetric
 
 _POLL = 0.05  # s
 _PER_THREAD = 2  # cudaStreamPerThread
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +223,17 @@ class Team:
             for other in {came[r].stream for r in mine} - {first[i]}
         ]
         launches = [] if call.captured else self._launches(call, prepared, first)
-        with LAUNCH_ORDER.enqueueing(launches):
+
+        def enqueue() -> CallCounters | None:
             for device, event, stream, other in others:
                 device.record(event, other)
                 device.wait(event, stream)
-            counted = self.gpu.run(
+            return self.gpu.run(
                 prepared, [a.buffer for a in ranks], first, begun=begun or None,
                 inputs=[a.values for a in ranks], everyone=everyone,
             )  # fmt: skip
+
+        counted = LAUNCH_ORDER.enqueue(launches, enqueue)
         for device, event, _, other in others:
             device.wait(event, other)
         return counted
@@ -253,8 +257,9 @@ class Team:
     def repeat(self, made: Repeat) -> None:
         """Enqueue a call once more, on the same stream."""
         streams = dict.fromkeys(self.gpu.shares, made.mine.stream)
-        with LAUNCH_ORDER.enqueueing(made.launches):
-            self.gpu.enqueue(made.prepared, made.arguments, streams)
+        LAUNCH_ORDER.enqueue(
+            made.launches, self.gpu.enqueue, made.prepared, made.arguments, streams
+        )
 
     def _launches(
         self, call: LaunchKey, prepared: Prepared, streams: dict[int, int]
@@ -371,14 +376,15 @@ class LaunchOrder:
         self._lock = threading.Lock()
         self._running: dict[Device, dict[int, Launch]] = defaultdict(dict)  # by event
 
-    @contextmanager
-    def enqueueing(self, launches: Sequence[Launch]) -> Iterator[None]:
-        """Enqueue these launches, one for each GPU of a call, within the `with` block."""
+    def enqueue(
+        self, launches: Sequence[Launch], body: Callable[..., _Result], *args: Any
+    ) -> _Result:
+        """Call `body(*args)`, which enqueues these launches, one for each GPU of a call."""
         with self._lock:
             for launch in launches:
                 self._wait_for_others(launch)
             try:
-                yield
+                return body(*args)
             finally:  # some may have been enqueued before one failed
                 for launch in launches:
                     self._record(launch)
@@ -386,10 +392,12 @@ class LaunchOrder:
     def _record(self, launch: Launch) -> None:
         launch.device.record(launch.event, launch.stream)
         running = self._running[launch.device]
-        before = running.get(launch.event, launch)  # may still be running
-        most = max(before.blocks, launch.blocks)
-        least = min(before.resident, launch.resident)
-        running[launch.event] = launch._replace(blocks=most, resident=least)
+        before = running.get(launch.event)  # may still be running
+        if before is not None and before is not launch:
+            most = max(before.blocks, launch.blocks)
+            least = min(before.resident, launch.resident)
+            launch = launch._replace(blocks=most, resident=least)
+        running[launch.event] = launch
 
     def _wait_for_others(self, launch: Launch) -> None:
         if self._fits(launch):
