@@ -6,13 +6,16 @@ seen: ranks that differ in these would wait for each other in different places o
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import threading
+import time
 from collections.abc import Collection
-from contextlib import ExitStack
 from datetime import timedelta
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
 import torch._C._distributed_c10d as c10d
@@ -21,6 +24,9 @@ import torch.distributed as dist
 from linkweave.collectives.cluster.gloo import gloo_group
 from linkweave.collectives.distributed.group import Group, at_once, nccl_group
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
+
+_POLL = 0.05  # s between two looks at whether all ranks have closed a group
+_PATIENCE = 5.0  # s that a program waits at its end for ranks that have not
 
 _NAMES: WeakKeyDictionary[Any, tuple[int, count[int]]] = WeakKeyDictionary()
 """Of each group the number of its session, as the store may have kept what an earlier group of that
@@ -46,8 +52,7 @@ class Unlisted:
         name = f"linkweave/{session}/{next(numbers)}"
         store = c10d.PrefixStore(f"{name}/", store)
         self._of: dict[str, Any] = {}
-        self._ended, self._process = False, os.getpid()
-        self._last: finalize[Any, Any] | None = None
+        self._nccl: _Nccl | None = None
         if "cpu" in kinds:
             devices = gloo_devices_of(group)
             self._of["cpu"] = gloo_group(store, rank, size, timeout.total_seconds(), devices)
@@ -60,14 +65,17 @@ class Unlisted:
         if "cuda" in kinds:
             ranks = dist.get_process_group_ranks(group)
             name = f"{name} of {group.group_name}"
-            self._of["cuda"] = nccl_group(store, rank, size, timeout, name, ranks)
-            self._last = finalize(group, self.shutdown)  # or at exit
+            self._of["cuda"] = made = nccl_group(store, rank, size, timeout, name, ranks)
+            self._nccl = _Nccl(made, store, size)
+            finalize(group, self._nccl.close).atexit = False
 
     def nccl_takes(self, x: Any) -> bool:
         return x.is_cuda and "cuda" in self._of
 
     def of(self, x: Any) -> Any:
         """The group for a tensor."""
+        if self._nccl and x.is_cuda:
+            self._nccl.gpus.add(x.device)
         return self._of["cuda" if self.nccl_takes(x) or "cpu" not in self._of else "cpu"]
 
     def call(self, name: str, x: Any, opts: Any, *arguments: Any) -> None:
@@ -111,23 +119,83 @@ class Unlisted:
             work.wait()
 
     def abort(self) -> None:
-        self._ended = True
-        with ExitStack() as last:  # one that raises does not spare the other
-            for group in self._of.values():
-                last.callback(group.abort)
-
-    def shutdown(self) -> None:
-        """End NCCL's group, whose calls deleting it would abort."""
-        if "cuda" in self._of and not self._ended and os.getpid() == self._process:
-            self._ended = True
-            self._of["cuda"].shutdown()
+        try:
+            if self._nccl:
+                self._nccl.abort()
+        finally:
+            if "cpu" in self._of:
+                self._of["cpu"].abort()
 
     def close(self) -> None:
         """Close the connections; ranks need not do so in one order."""
-        if self._last:
-            self._last.detach()
-        self.shutdown()
+        if self._nccl:
+            self._nccl.close()
         self._of.clear()
+
+
+class _Nccl:
+    """Frees a group of NCCL once all ranks have closed it, in whatever order they do.
+
+    Its own `shutdown` waits for the other ranks, on the host and without end: those that close
+    groups in another order, or fail. `abort` waits for nobody, and ends what is under way.
+    """
+
+    def __init__(self, group: Any, store: Any, size: int) -> None:
+        self._group, self._store, self._size = group, store, size
+        self.gpus: set[Any] = set()  # of its tensors
+        self._lock, self._process, self._ended = threading.Lock(), os.getpid(), False
+        self._thread = threading.Thread(target=self._free, name="linkweave-nccl", daemon=True)
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        """Free it, in a thread of its own, once the calls of all ranks have ended."""
+        with self._lock:
+            if self._ended or self._thread.ident or os.getpid() != self._process:
+                return
+            try:
+                self._thread.start()
+            except RuntimeError:  # Python 3.12 starts none while the interpreter exits
+                self._ended = True
+                self._group.abort()
+
+    def _free(self) -> None:
+        try:
+            for gpu in self.gpus:
+                torch.cuda.synchronize(gpu)
+            self._store.add("closed", 1)
+            while not self._ended and self._store.add("closed", 0) < self._size:
+                time.sleep(_POLL)
+        except RuntimeError:  # of a GPU or a store that is gone, and with it another rank
+            pass
+        self.abort()
+
+    def abort(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, True
+        if not ended and os.getpid() == self._process:
+            self._group.abort()
+
+    def join(self, timeout: float) -> None:
+        if self._thread.ident:
+            self._thread.join(timeout)
+
+
+_OPEN: WeakSet[_Nccl] = WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    """End the groups of a program that has not closed them, or only just: those of one that has
+    failed at once, so that the other ranks hear of it."""
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    deadline = time.monotonic() + (0 if failed else _PATIENCE)
+    left = list(_OPEN)
+    for each in left if not failed else ():
+        each.close()
+    for each in left:
+        each.join(max(deadline - time.monotonic(), 0))
+        each.abort()
+        each.join(_PATIENCE)
 
 
 def kinds_of(group: Any) -> frozenset[str]:

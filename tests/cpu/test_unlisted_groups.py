@@ -81,17 +81,26 @@ def over_nccl(rank: int) -> list[str]:
         made = Unlisted(dist.group.WORLD, {"cpu", "cuda"})
     made.broadcast(x := torch.full((2,), float(rank)), 1)  # as Adam's count of steps
     assert x.tolist() == [1, 1] and not said
-    gpu: Any = SimpleNamespace(is_cuda=True)
+    gpu: Any = SimpleNamespace(is_cuda=True, device="cuda:1")
     made.broadcast(gpu, 0)
     made.sendrecv(gpu, 1, gpu, 1)
-    made.shutdown()
-    made.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", said.append)
+        assert made._nccl is not None
+        if rank == 0:  # the other one closes last
+            made.close()
+            made.close()
+            made._nccl.join(0.3)
+            assert said[-1] == "cuda:1"
+        dist.barrier()
+        made.close()
+        made._nccl.join(60)
     return said
 
 
 def test_tensors_go_to_the_group_of_their_device() -> None:
-    calls = ["broadcast", "_start_coalescing", "send", "recv", "_end_coalescing", "shutdown"]
-    assert run(2, over_nccl, backend="gloo") == [calls] * 2
+    calls = ["broadcast", "_start_coalescing", "send", "recv", "_end_coalescing"]
+    assert run(2, over_nccl, backend="gloo") == [[*calls, "cuda:1", "abort"]] * 2
 
 
 def test_nccls_group_ends_with_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +117,27 @@ def test_nccls_group_ends_with_the_group(monkeypatch: pytest.MonkeyPatch) -> Non
     assert said == ["abort"]
     del group
     gc.collect()
-    assert said == ["abort", "shutdown"] and ended and aborted
+    assert ended._nccl and aborted._nccl
+    ended._nccl.join(60)
+    aborted._nccl.join(60)
+    assert said == ["abort"] * 2
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_program_ends_nccls_groups_at_its_end(
+    failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits a while for ranks that go on, and not at all if it has failed."""
+    said: list[str] = []
+    waits = unlisted._Nccl(Nccl(said), store := dist.HashStore(), 2)
+    monkeypatch.setattr(unlisted, "_OPEN", {waits})
+    monkeypatch.setattr(unlisted, "_PATIENCE", 0.2)
+    monkeypatch.setattr(sys, "last_value", ValueError() if failed else None, raising=False)
+    unlisted._at_exit()
+    assert said == ["abort"] and store.num_keys() == (0 if failed else 1)
+    waits.close()
+    waits.abort()
+    assert said == ["abort"]
 
 
 def test_another_backend_is_refused() -> None:
