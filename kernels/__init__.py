@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from linkweave.kernels.caches import use_writable
+
 if TYPE_CHECKING:
     from linkweave.kernels.api import cast, coalesce, merge_topk, sparsify, split_rows, topk_abs
 
 __all__ = ["cast", "coalesce", "merge_topk", "sparsify", "split_rows", "topk_abs"]
+
+
+TEMPORARY = tuple(use_writable())  # before Numba is imported
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from pathlib import Path
+
+from linkweave.kernels.caches import folder
 
 
 def cubin(source: str, options: tuple[str, ...], architecture: int) -> bytes:
@@ -21,10 +22,7 @@ def cubin(source: str, options: tuple[str, ...], architecture: int) -> bytes:
     known = max((a for a in same if a <= architecture), default=architecture)
     words = (*options, f"-arch=sm_{known}")
     key = hashlib.sha256(repr((nvrtc.getVersion(), words, source)).encode()).hexdigest()
-    try:
-        path = _folder() / f"{key}.cubin"
-    except RuntimeError:  # there is no home directory
-        return _compile(nvrtc, source, words)
+    path = folder() / f"{key}.cubin"
     try:
         return path.read_bytes()
     except OSError:
@@ -50,8 +48,3 @@ def _compile(nvrtc: object, source: str, words: tuple[str, ...]) -> bytes:
         return bytes(nvrtc.getCUBIN(program))
     finally:
         nvrtc.destroyProgram(program)
-
-
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "linkweave"

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from nvrtc import Compiled, Nvrtc
 
+from linkweave.kernels import caches
 from linkweave.kernels.dtypes import DTYPES, ops_of
 from linkweave.kernels.gpu.compile import cubin
 from linkweave.kernels.gpu.source import PLAIN, PLAN_THREADS, options, source
@@ -181,7 +182,10 @@ def test_on_a_gpu_it_is_compiled_with_these_options_alone_and_once(
     assert len(nvrtc.compiled) == 2
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # where no folder can be made
-    assert cubin("source", words, 80) == b"code of source"
+    monkeypatch.setattr(caches, "temporary", lambda: tmp_path / "temporary")
+    for _ in range(2):
+        assert cubin("source", words, 80) == b"code of source"
+    assert len(nvrtc.compiled) == 3
     with pytest.raises(RuntimeError, match=r"NVRTC_ERROR_COMPILATION \(6\): error in wrong"):
         cubin("wrong", words, 80)
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from linkweave.collectives.runtime.gpu.driver import CudaDriver, CudaError
+from linkweave.kernels import TEMPORARY
+from linkweave.kernels.caches import temporary
 from linkweave.topology import TopologyError, load
 from linkweave.topology.readers.detect import detect
 
@@ -274,3 +276,7 @@ def _libraries(here: System) -> Iterator[Check]:
         except PackageNotFoundError:
             continue
     yield Check("libraries", "ok", ", ".join(found))
+    if TEMPORARY:
+        yield Check("compiled kernels", "warning",
+                    f"are kept in {temporary()}: neither the package's folder nor a home can be "
+                    "written", f"set {', '.join(TEMPORARY)} to folders that last")  # fmt: skip
