@@ -54,7 +54,7 @@ def _row(part: str, name: str, seconds: float, measure: Callable[..., Result], *
 
 def _core(meter: Meter, libraries: Sequence[Arrays]) -> Iterator[Row]:
     row, cupy, last = partial(_row, "core"), libraries[0], libraries[-1]
-    yield row("compile all kernels", 8, plans.compiled, meter)
+    yield row("compile all kernels", plans.COMPILE_S, plans.compiled, meter)
     yield row("correct algorithms", 25, plans.algorithms, meter)
     yield row("correct dtypes and ops", 5, plans.dtypes, meter)
     yield row("abort", 5, plans.abort, meter)

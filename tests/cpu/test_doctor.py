@@ -131,6 +131,10 @@ def test_cuda_that_fails_or_disagrees(root: Path) -> None:
     assert failed.detail == "cuInit: CUDA_ERROR_MADE_UP (804)" and failed.state == "problem"
     fewer = found(root, nvml(2), Cuda(1))["CUDA"]
     assert fewer.detail == "shows 1 GPUs, the driver 2" and fewer.state == "problem"
+    driver = nvml(2)
+    driver.mig = dict.fromkeys(range(2), (1, 1))
+    sliced = found(root, driver, Cuda(1))
+    assert sliced["CUDA"].state == "ok" and "problem" not in {c.state for c in sliced.values()}
 
 
 def test_no_libcuda_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

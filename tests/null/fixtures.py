@@ -414,6 +414,7 @@ class Driver:
             for g in machine.gpus
         }  # fmt: skip
         self.mig: dict[int, tuple[int, int]] = {}
+        self.instances: dict[str, int] = {}  # names of MIG instances
         self.off: set[tuple[int, int]] = set()
         self.fails = fails
         self.nowhere: str | bytes = ""
@@ -478,6 +479,14 @@ class Driver:
         if gpu not in self.mig:
             raise DriverError(self.NVML_ERROR_NOT_SUPPORTED)
         return self.mig[gpu]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid not in self.instances:
+            raise DriverError(6)  # not found
+        return uuid
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, instance: str) -> int:
+        return self.instances[instance]
 
     def nvmlDeviceGetTopologyCommonAncestor(self, one: int, two: int) -> int:
         return LEVEL[self.far[one, two]]

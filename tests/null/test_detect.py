@@ -197,6 +197,15 @@ def test_mig_is_told() -> None:
     ]
 
 
+@pytest.mark.parametrize("listed", ["MIG-aa-1", "MIG-GPU-c02-11/1/0,MIG-aa-1", "MIG-aa-1,0"])
+def test_cuda_shows_one_mig_instance(listed: str) -> None:
+    driver = Driver(load("pcie-3"), sm=(8, 0), model="NVIDIA A100-PCIE-40GB")
+    driver.mig, driver.instances = {2: (1, 1)}, {"MIG-aa-1": 2, "MIG-GPU-c02-11/1/0": 2}
+    found = found_by(driver, CUDA_VISIBLE_DEVICES=listed)
+    assert [d.uuid for d in found.devices] == [driver.uuid(2)]
+    assert f"CUDA_VISIBLE_DEVICES={listed} shows 1 of 3 GPUs" in found.assumptions
+
+
 @pytest.mark.parametrize(
     ("machine", "down", "other", "words"),
     [("dgx1-v100", 0, 3, r"NVLinks? from GPU 0 to GPU 3, and of [12] back: is a"),
@@ -223,14 +232,26 @@ def test_an_old_driver_does_not_know_what_is_remote_nor_mig(function: str) -> No
 
 @pytest.mark.parametrize(
     "function", ["nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID",
-                 "nvmlDeviceGetPciInfo", "nvmlDeviceGetNvLinkState",
-                 "nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetTopologyCommonAncestor"]
+                 "nvmlDeviceGetPciInfo"]
 )  # fmt: skip
 def test_a_driver_that_fails_is_shut_down(function: str) -> None:
     driver = Driver(load("dgx1-v100"), **{function: 999})
     with pytest.raises(TopologyError, match=r"the GPU driver failed .*: error 999"):
         find_machine({}, driver)
     assert (driver.started, driver.shut) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceGetNvLinkState", "nvmlDeviceGetNvLinkRemoteDeviceType",
+                 "nvmlDeviceGetNvLinkRemotePciInfo"]
+)  # fmt: skip
+def test_nvlinks_that_the_driver_does_not_tell_of_are_noted(function: str) -> None:
+    """With any error, as in a virtual machine: the GPUs can be used."""
+    found = found_by(Driver(load("dgx1-v100"), **{function: 999}))
+    assert found.assumptions[0] == (
+        "the driver does not tell of NVLinks (error 999); taken as none"
+    )
+    assert len(found.gpus) == 8 and not [k for k in found.links if k.kind == "nvlink"]
 
 
 # ---- no driver -------------------------------------------------------------------------------
@@ -290,9 +311,10 @@ def test_auto_asks_the_installed_binding(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_distances_that_the_driver_does_not_tell_are_noted() -> None:
     """As under WSL 2, and with virtual GPUs."""
-    found = found_by(Driver(load("pcie-4"), nvmlDeviceGetTopologyCommonAncestor=3))
-    assert len(found.gpus) == 4
-    assert found.assumptions[0].startswith("the driver does not tell how far apart GPUs are")
+    for error in (3, 999):
+        found = found_by(Driver(load("pcie-4"), nvmlDeviceGetTopologyCommonAncestor=error))
+        assert len(found.gpus) == 4
+        assert found.assumptions[0].startswith("the driver does not tell how far apart GPUs are")
 
 
 @pytest.mark.parametrize(

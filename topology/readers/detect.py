@@ -22,8 +22,9 @@ def detect(environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Topolog
     """Return the GPUs that CUDA shows to this process, or `cpu-N` for N cores without GPUs.
 
     GPUs are numbered as by CUDA: `CUDA_VISIBLE_DEVICES` selects and orders them by index or by the
-    start of a UUID. `assumptions` lists what a container or virtual machine hides. `nvml` replaces
-    the module pynvml. Raises TopologyError if there is a driver that does not answer.
+    start of a UUID, or names one MIG instance. `assumptions` lists what a container or virtual
+    machine hides. `nvml` replaces the module pynvml. Raises TopologyError if there is a driver that
+    does not answer.
     """
     if nvml is None:
         try:
@@ -44,7 +45,7 @@ def detect(environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Topolog
         ) from None  # fmt: skip
     try:
         found = _devices(nvml)
-        shown, notes = _visible(found, environ)
+        shown, notes = _visible(nvml, found, environ)
         if not shown:
             return _cpus("; ".join(notes) or "the driver has no GPU")
         return _machine(nvml, shown, notes)
@@ -98,7 +99,7 @@ def _devices(nvml: Any) -> list[tuple[Any, GpuId]]:
 
 
 def _visible(
-    found: list[tuple[Any, GpuId]], environ: Mapping[str, str]
+    nvml: Any, found: list[tuple[Any, GpuId]], environ: Mapping[str, str]
 ) -> tuple[list[tuple[Any, GpuId]], list[str]]:
     """The devices that CUDA shows, renumbered in its order, and notes about the others."""
     notes: list[str] = []
@@ -113,10 +114,12 @@ def _visible(
     if listed is not None:
         chosen = []
         for word in filter(None, (w.strip() for w in listed.split(","))):
+            instance = word.startswith("MIG-")
+            start = _told(nvml, "", (), _gpu_of_instance, nvml, word) if instance else word
             match = [
                 pair for i, pair in enumerate(found)
-                if (word == str(i) if word.isdigit() else
-                    word.startswith("GPU-") and pair[1].uuid.startswith(word))
+                if (start == str(i) if start.isdigit() else
+                    start.startswith("GPU-") and pair[1].uuid.startswith(start))
             ]  # fmt: skip
             if len(match) != 1 or match[0] in chosen:
                 notes.append(
@@ -125,6 +128,8 @@ def _visible(
                 )
                 break
             chosen += match
+            if instance:
+                break  # CUDA shows no other
         if len(chosen) < len(found):
             notes.append(f"CUDA_VISIBLE_DEVICES={listed} shows {len(chosen)} of {len(found)} GPUs")
     return [
@@ -139,9 +144,14 @@ def _machine(nvml: Any, shown: list[tuple[Any, GpuId]], notes: list[str]) -> Top
     numa: dict[int, str] = {}
     untold = False
     by_bus = {d.bus_id: d.gpu for _, d in shown if d.bus_id}
-    for handle, device in shown:
+    try:
+        remotes = [_remotes(nvml, handle) for handle, _ in shown]
+    except nvml.NVMLError as error:
+        notes.append(f"the driver does not tell of NVLinks ({error}); taken as none")
+        remotes = [[] for _ in shown]
+    for (handle, device), ends_of in zip(shown, remotes, strict=True):
         lost: dict[str, int] = {}
-        for remote in _remotes(nvml, handle):
+        for remote in ends_of:
             if remote in by_bus:
                 ends = (device.gpu, by_bus[remote])
                 nvlinks[ends] = nvlinks.get(ends, 0) + 1
@@ -193,9 +203,8 @@ def _told(
 
 
 def _level(nvml: Any, one: Any, two: Any) -> int | None:
-    """How far apart two GPUs are on PCIe; None if the driver cannot tell (WSL 2, vGPU)."""
-    ask = nvml.nvmlDeviceGetTopologyCommonAncestor
-    found = _told(nvml, None, ("NOT_SUPPORTED",), ask, one, two)
+    """How far apart two GPUs are on PCIe; None if the driver does not tell (WSL 2, vGPU)."""
+    found = _told(nvml, None, (), nvml.nvmlDeviceGetTopologyCommonAncestor, one, two)
     return None if found is None else _LEVELS.get(found, SYS)
 
 
@@ -216,6 +225,13 @@ def _remote(nvml: Any, handle: Any, link: int) -> str:
     if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
         return "switch"
     return bus_id(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
+
+
+def _gpu_of_instance(nvml: Any, name: str) -> str:
+    """The UUID of the GPU that a MIG instance is part of."""
+    instance = nvml.nvmlDeviceGetHandleByUUID(name)
+    gpu = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)
+    return _text(nvml.nvmlDeviceGetUUID(gpu))
 
 
 def _in_mig_mode(nvml: Any, handle: Any) -> bool:

@@ -194,10 +194,11 @@ def _gpus(here: System) -> Iterator[Check]:
     yield Check("GPUs", "ok", f"{len(machine.devices)} x {', '.join(sorted(models))}")
     for told in machine.assumptions:
         yield Check("topology", "warning" if "hidden" in told or "MIG" in told else "ok", told)
-    yield from _cuda(here, len(machine.devices))
+    instances = any("MIG" in told for told in machine.assumptions)
+    yield from _cuda(here, len(machine.devices), instances)
 
 
-def _cuda(here: System, gpus: int) -> Iterator[Check]:
+def _cuda(here: System, gpus: int, instances: bool) -> Iterator[Check]:
     try:
         driver = here.open_cuda()
         count = driver.count()
@@ -206,7 +207,10 @@ def _cuda(here: System, gpus: int) -> Iterator[Check]:
                     "the container must be given libcuda (capability compute)")  # fmt: skip
         return
     major, minor = driver.version()
-    if count != gpus:
+    if count != gpus and instances:
+        yield Check("CUDA", "warning", f"shows {count} GPUs, the driver {gpus}, some in MIG mode",
+                    "CUDA shows one MIG instance to a process")  # fmt: skip
+    elif count != gpus:
         yield Check("CUDA", "problem", f"shows {count} GPUs, the driver {gpus}",
                     "check CUDA_VISIBLE_DEVICES and MIG")  # fmt: skip
         return

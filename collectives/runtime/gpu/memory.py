@@ -377,9 +377,10 @@ def common_topology(
 
     `identity` is the (PCI bus id, UUID) of this rank's GPU. Each rank is mapped to the topology's
     GPU with its bus id or UUID. If a given topology has none of these GPUs, it describes another
-    machine: rank r is its r-th GPU. Without `spec`, ranks that share a GPU plan on a mesh, as there
-    are no links between them; a warning says so unless `quiet`. Collective. Raises CollectiveError
-    on every rank if the ranks see different machines or a GPU is not part of the topology.
+    machine: rank r is its r-th GPU. Without `spec`, ranks plan on a mesh if they share a GPU, as
+    there are no links between them, or if the driver does not answer; warnings say so, the first
+    one unless `quiet`. Collective. Raises CollectiveError on every rank if the ranks see different
+    machines or a GPU is not part of the topology.
     """
     bus_id, uuid = identity
     seen, trouble = None, ""
@@ -406,10 +407,11 @@ def common_topology(
         return topology_for(spec, len(rows)) if crowd else _subset(spec, rows), sharing
     if crowd:
         return load(f"mesh-{len(rows)}"), sharing
-    if any(row["trouble"] for row in rows):
-        words = "; ".join(f"rank {r}: {row['trouble']}" for r, row in enumerate(rows)
-                          if row["trouble"])  # fmt: skip
-        raise CollectiveError(f"the GPUs' links cannot be detected; pass topology=...: {words}")
+    if failed := {r: row["trouble"] for r, row in enumerate(rows) if row["trouble"]}:
+        if rank == min(failed):
+            log.warning("rank %d cannot ask for the GPUs' links: %s; assuming a mesh (pass "
+                        "topology=... if it is none)", rank, failed[rank])  # fmt: skip
+        return load(f"mesh-{len(rows)}"), sharing
     graphs = {row["graph"]: [r for r, o in enumerate(rows) if o["graph"] == row["graph"]]
               for row in rows}  # fmt: skip
     if len(graphs) > 1:
