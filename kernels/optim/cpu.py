@@ -1,7 +1,6 @@
 """Updates of parameters by SGD and Adam on the CPU: one compiled call for all tensors of a table.
 
-Threads divide the blocks. Each element is read and written once; sums of squares read a block of
-gradients into the L1 cache, where the update finds them.
+Threads divide the blocks. Each element is read and written once.
 """
 
 from __future__ import annotations
@@ -9,35 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray, njit
 
 from linkweave.kernels.atomics import fma, pointer
-from linkweave.kernels.optim.tables import BLOCK, COUNT, GRAD, PARAM, STATE, STATE_2, Table
+from linkweave.kernels.optim.tables import COUNT, GRAD, PARAM, STATE, STATE_2, Table
 from linkweave.kernels.parallel import parts, run_parts
 
 LEAST = 256  # blocks for each thread: starting one takes as long as many
-NONE = np.empty(0)
-
-
-@njit(inline="always")
-def _partial(g, squares):
-    """The sum of the squares of up to BLOCK gradients, pairwise; NaN if one is not finite."""
-    for i in range(g.size):
-        x = np.float64(g[i])
-        squares[i] = x * x
-    squares[g.size :] = 0
-    width = BLOCK
-    while width > 1:
-        width //= 2
-        for i in range(width):
-            squares[i] = squares[2 * i] + squares[2 * i + 1]
-    total = squares[0]
-    if not np.isfinite(total):  # a float64 that is finite may have an infinite square
-        for i in range(g.size):
-            if not np.isfinite(g[i]):
-                return np.nan
-    return total
 
 
 @njit(inline="always")
@@ -47,15 +24,12 @@ def _decayed(g, p, sign, decay):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _sgd(rows, start, stop, scalars, first, nesterov, partials):
+def _sgd(rows, start, stop, scalars, nesterov):
     sign, decay, momentum, rest, rate = scalars
-    squares = np.empty(BLOCK)
     for block in range(start, stop):
         n = rows[block, COUNT]
         p = carray(pointer(rows[block, PARAM], rate), n)
         g = carray(pointer(rows[block, GRAD], rate), n)
-        if partials.size:
-            partials[block] = _partial(g, squares)
         if momentum == 0:
             for i in range(n):
                 p[i] = fma(_decayed(g[i], p[i], sign, decay), rate, p[i])
@@ -63,23 +37,20 @@ def _sgd(rows, start, stop, scalars, first, nesterov, partials):
         buffer = carray(pointer(rows[block, STATE], rate), n)
         for i in range(n):
             y = _decayed(g[i], p[i], sign, decay)
-            b = y if first else fma(y, rest, buffer[i] * momentum)
+            b = fma(y, rest, buffer[i] * momentum)
             buffer[i] = b
             p[i] = fma(fma(b, momentum, y) if nesterov else b, rate, p[i])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _adam(rows, start, stop, scalars, near, partials):
+def _adam(rows, start, stop, scalars, near):
     sign, shrink, decay, weight, beta2, rest, root, eps, rate = scalars
-    squares = np.empty(BLOCK)
     for block in range(start, stop):
         n = rows[block, COUNT]
         p = carray(pointer(rows[block, PARAM], rate), n)
         g = carray(pointer(rows[block, GRAD], rate), n)
         mean = carray(pointer(rows[block, STATE], rate), n)
         square = carray(pointer(rows[block, STATE_2], rate), n)
-        if partials.size:
-            partials[block] = _partial(g, squares)
         for i in range(n):
             x = p[i] * shrink
             y = _decayed(g[i], x, sign, decay)
@@ -90,19 +61,16 @@ def _adam(rows, start, stop, scalars, near, partials):
             p[i] = x + (rate * m) / (np.sqrt(v) / root + eps)
 
 
-def sgd(
-    table: Table, scalars: Any, first: bool, nesterov: bool, partials: torch.Tensor | None
-) -> None:
+def sgd(table: Table, scalars: Any, nesterov: bool) -> None:
     """A step of SGD; `scalars` are those of `_sgd`, in the table's dtype."""
-    _run(_sgd, table, scalars, first, nesterov, partials=partials)
+    _run(_sgd, table, scalars, nesterov)
 
 
-def adam(table: Table, scalars: Any, near: bool, partials: torch.Tensor | None) -> None:
+def adam(table: Table, scalars: Any, near: bool) -> None:
     """A step of Adam; `scalars` are those of `_adam`, in the table's dtype."""
-    _run(_adam, table, scalars, near, partials=partials)
+    _run(_adam, table, scalars, near)
 
 
-def _run(update: Any, table: Table, *arguments: Any, partials: torch.Tensor | None) -> None:
-    out = NONE if partials is None else partials.numpy()
+def _run(update: Any, table: Table, *arguments: Any) -> None:
     spans = parts(table.blocks, least=LEAST)
-    run_parts(lambda i: update(table.rows, *spans[i], *arguments, out), len(spans))
+    run_parts(lambda i: update(table.rows, *spans[i], *arguments), len(spans))

@@ -20,7 +20,7 @@ ns, times 800 ns, 11 KB.
 
 Rounding: additions, products, divisions and square roots are rounded to nearest, and are fused only
 where `kernels.optim.steps` says so, for the same bits as on CPUs; Triton would fuse others, and
-approximate. With `partials`, neighbours are added within threads, then within warps, then between.
+approximate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import triton.language as tl
 from linkweave.kernels.optim.tables import BLOCK, COLUMNS, Table
 
 WARPS = 8
-_COLUMNS, _LEVELS = tl.constexpr(COLUMNS), tl.constexpr(BLOCK.bit_length() - 1)
+_COLUMNS = tl.constexpr(COLUMNS)
 
 
 @triton.jit
@@ -53,17 +53,6 @@ def _store(address, at, n, value, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _store_partial(partials, g):
-    """Store the sum of the squares of a block, added pairwise; NaN if a gradient is not finite."""
-    x = g.to(tl.float64)
-    squares = x * x
-    for _ in tl.static_range(_LEVELS):
-        squares = tl.sum(tl.reshape(squares, (squares.shape[0] // 2, 2)), 1)
-    total = tl.sum(squares)  # of one
-    tl.store(partials + tl.program_id(0), tl.where(total < float("inf"), total, float("nan")))
-
-
-@triton.jit
 def _decayed(g, p, sign, decay, DECAY: tl.constexpr):
     y = g * sign
     if DECAY:
@@ -73,20 +62,16 @@ def _decayed(g, p, sign, decay, DECAY: tl.constexpr):
 
 @triton.jit
 def _sgd(
-    param, grad, state, n, partials, sign, decay, momentum, rest, rate, MOMENTUM: tl.constexpr,
-    FIRST: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr,
+    param, grad, state, n, sign, decay, momentum, rest, rate, MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
     g = _load(grad, at, n, WHOLE)
     p = _load(param, at, n, WHOLE)
-    if partials is not None:
-        _store_partial(partials, g)
     y = _decayed(g, p, sign, decay, DECAY)
     if MOMENTUM:
-        b = y
-        if not FIRST:
-            b = tl.fma(y, rest, _load(state, at, n, WHOLE) * momentum)
+        b = tl.fma(y, rest, _load(state, at, n, WHOLE) * momentum)
         _store(state, at, n, b, WHOLE)
         y = tl.fma(b, momentum, y) if NESTEROV else b
     _store(param, at, n, tl.fma(y, rate, p), WHOLE)
@@ -94,7 +79,7 @@ def _sgd(
 
 @triton.jit
 def _adam(
-    param, grad, state, state_2, n, partials, sign, shrink, decay, weight, beta2, rest, root, eps,
+    param, grad, state, state_2, n, sign, shrink, decay, weight, beta2, rest, root, eps,
     rate, NEAR: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
@@ -102,8 +87,6 @@ def _adam(
     p = _load(param, at, n, WHOLE) * shrink
     mean = _load(state, at, n, WHOLE)
     square = _load(state_2, at, n, WHOLE)
-    if partials is not None:
-        _store_partial(partials, g)
     y = _decayed(g, p, sign, decay, DECAY)
     m = tl.fma(y - mean, weight, mean if NEAR else y)
     v = tl.fma(y * rest, y, square * beta2)
@@ -126,55 +109,51 @@ def _read_row(rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def sgd_kernel(
-    rows, partials, sign, decay, momentum, rest, rate, MOMENTUM: tl.constexpr,
-    FIRST: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr,
+    rows, sign, decay, momentum, rest, rate, MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p, g, a, _, n, whole = _read_row(rows, BLOCK)
     if whole:
-        _sgd(p, g, a, n, partials, sign, decay, momentum, rest, rate, MOMENTUM, FIRST, NESTEROV,
+        _sgd(p, g, a, n, sign, decay, momentum, rest, rate, MOMENTUM, NESTEROV,
              DECAY, BLOCK, True)  # fmt: skip
     else:
-        _sgd(p, g, a, n, partials, sign, decay, momentum, rest, rate, MOMENTUM, FIRST, NESTEROV,
+        _sgd(p, g, a, n, sign, decay, momentum, rest, rate, MOMENTUM, NESTEROV,
              DECAY, BLOCK, False)  # fmt: skip
 
 
 @triton.jit
 def adam_kernel(
-    rows, partials, sign, shrink, decay, weight, beta2, rest, root, eps, rate, NEAR: tl.constexpr,
+    rows, sign, shrink, decay, weight, beta2, rest, root, eps, rate, NEAR: tl.constexpr,
     DECAY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p, g, a, b, n, whole = _read_row(rows, BLOCK)
     if whole:
-        _adam(p, g, a, b, n, partials, sign, shrink, decay, weight, beta2, rest, root, eps, rate,
+        _adam(p, g, a, b, n, sign, shrink, decay, weight, beta2, rest, root, eps, rate,
               NEAR, DECAY, BLOCK, True)  # fmt: skip
     else:
-        _adam(p, g, a, b, n, partials, sign, shrink, decay, weight, beta2, rest, root, eps, rate,
+        _adam(p, g, a, b, n, sign, shrink, decay, weight, beta2, rest, root, eps, rate,
               NEAR, DECAY, BLOCK, False)  # fmt: skip
 
 
-def sgd(
-    table: Table, scalars: Any, first: bool, nesterov: bool, partials: torch.Tensor | None
-) -> None:
+def sgd(table: Table, scalars: Any, nesterov: bool) -> None:
     """Enqueue a step of SGD; `scalars` are those of `sgd_kernel`."""
     _, decay, momentum, _, _ = scalars
-    _launch(sgd_kernel, table, partials, scalars, MOMENTUM=bool(momentum), FIRST=first,
-            NESTEROV=nesterov, DECAY=bool(decay))  # fmt: skip
+    _launch(sgd_kernel, table, scalars, MOMENTUM=bool(momentum), NESTEROV=nesterov,
+            DECAY=bool(decay))  # fmt: skip
 
 
-def adam(table: Table, scalars: Any, near: bool, partials: torch.Tensor | None) -> None:
+def adam(table: Table, scalars: Any, near: bool) -> None:
     """Enqueue a step of Adam; `scalars` are those of `adam_kernel`."""
     _, _, decay, *_ = scalars
-    _launch(adam_kernel, table, partials, scalars, NEAR=near, DECAY=bool(decay))
+    _launch(adam_kernel, table, scalars, NEAR=near, DECAY=bool(decay))
 
 
-def _launch(
-    kernel: Any, table: Table, partials: torch.Tensor | None, scalars: Any, **flags: bool
-) -> None:
+def _launch(kernel: Any, table: Table, scalars: Any, **flags: bool) -> None:
     """On the current CUDA stream; does not wait."""
     if not table.blocks:
         return
     with torch.cuda.device_of(table.rows):
         kernel[(table.blocks,)](
-            table.rows, partials, *map(float, scalars), **flags, BLOCK=BLOCK, num_warps=WARPS,
+            table.rows, *map(float, scalars), **flags, BLOCK=BLOCK, num_warps=WARPS,
             enable_fp_fusion=False,
         )  # fmt: skip

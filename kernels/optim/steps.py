@@ -6,7 +6,7 @@ processors with AVX2 or AVX-512. Scalars are computed in float64 and rounded onc
 gradient, or its negative to maximize, and p the parameter:
 
     SGD     g = fma(p, weight_decay, g)                         if weight_decay != 0
-            b = g in the first step, later fma(g, 1 - dampening, b momentum)
+            b = fma(g, 1 - dampening, b momentum)
             p = fma(d, -lr, p)   where d = g without momentum, fma(b, momentum, g) with Nesterov,
                                  otherwise b
     Adam    p = p (1 - lr weight_decay)  if decoupled, otherwise g = fma(p, weight_decay, g)
@@ -41,22 +41,14 @@ SCALARS = {torch.float32: np.float32, torch.float64: np.float64}
 def sgd(
     table: Table, *, lr: float, momentum: float = 0.0, dampening: float = 0.0,
     weight_decay: float = 0.0, nesterov: bool = False, maximize: bool = False,
-    first: bool = False, partials: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """One step of `torch.optim.SGD` for all tensors of `table`.
 
-    With momentum, the table has one state, the buffers; in the `first` step these are only written.
+    With momentum, the table has one state, the buffers. The first step, which only writes them, is
+    not taken here.
     On a GPU, the step is enqueued on the current CUDA stream.
 
-    `partials` is a contiguous float64 tensor [table.blocks] on the table's device, to be
-    overwritten: for each block of up to 1,024 elements, the sum of the squares of its gradients (as
-    given, not negated or decayed), or NaN if one of them is not finite. Squares and sums are
-    float64; neighbours are added pairwise, then pairs of neighbours, and so on, up to 1,024
-    elements, of which those beyond the tensor's end count as 0. So the sum of `partials` is the
-    squared norm, and it is NaN exactly if a gradient is not finite; in a table of float64, squares
-    may overflow to infinity.
-
-    ValueError, TypeError: an argument is out of range, or the table or `partials` does not fit.
+    ValueError: an argument is out of range, or the table does not fit.
     """
     lr, momentum, weight_decay = floats_at_least_0(
         lr=lr, momentum=momentum, weight_decay=weight_decay
@@ -67,19 +59,19 @@ def sgd(
     _need_states(table, 1 if momentum else 0)
     scalars = (-1 if maximize else 1, weight_decay, momentum, 1 - dampening, -lr)
     scalars = tuple(map(SCALARS[table.dtype], scalars))
-    _kernels(table).sgd(table, scalars, bool(first), bool(nesterov), _checked(partials, table))
+    _kernels(table).sgd(table, scalars, bool(nesterov))
 
 
 @ranged
 def adam(
     table: Table, *, step: int, lr: float, betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8, weight_decay: float = 0.0, decoupled: bool = False, maximize: bool = False,
-    partials: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """One step of `torch.optim.Adam`, or of AdamW if weight decay is `decoupled`.
 
     It is for all tensors of `table`, whose two states are `exp_avg` and `exp_avg_sq`. `step` counts
-    from 1. There is no amsgrad. `partials` and errors are as in `sgd`.
+    from 1. There is no amsgrad. Errors are as in
+    `sgd`.
     """
     lr, beta1, beta2, eps, weight_decay = floats_at_least_0(
         lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay
@@ -97,7 +89,7 @@ def adam(
         kind(0 if decoupled else weight_decay), weight if near else weight - kind(1), kind(beta2),
         kind(1 - beta2), kind((1 - beta2**step) ** 0.5), kind(eps), kind(-lr / (1 - beta1**step)),
     )  # fmt: skip
-    _kernels(table).adam(table, scalars, near, _checked(partials, table))
+    _kernels(table).adam(table, scalars, near)
 
 
 def _kernels(table: Table) -> Any:
@@ -112,19 +104,3 @@ def _kernels(table: Table) -> Any:
 def _need_states(table: Table, many: int) -> None:
     if table.states < many:
         raise ValueError(f"the table has {table.states} states; this optimizer needs {many}")
-
-
-def _checked(partials: Any, table: Table) -> Any:
-    """`partials`, checked."""
-    if partials is None:
-        return None
-    if not isinstance(partials, torch.Tensor) or partials.dtype != torch.float64:
-        found = getattr(partials, "dtype", type(partials).__name__)
-        raise TypeError(f"partials must be a tensor of torch.float64, not {found}")
-    if partials.device != table.device:
-        raise TypeError(f"partials are on {partials.device}, the table on {table.device}")
-    if partials.shape != (table.blocks,) or not partials.is_contiguous():
-        raise ValueError(
-            f"partials must be contiguous of shape ({table.blocks},), not {tuple(partials.shape)}"
-        )
-    return partials

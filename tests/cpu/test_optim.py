@@ -60,6 +60,13 @@ class Both:
         for param, grad, x in zip(self.torchs, self.grads, values(self.dtype, seed), strict=True):
             param.grad = grad.copy_(x).clone()
 
+    def take(self, optimizer: torch.optim.Optimizer, *names: str) -> None:
+        """Copy torch's parameters and states."""
+        for i, param in enumerate(self.torchs):
+            self.params[i].copy_(param.detach())
+            for name, state in zip(names, self.states, strict=True):
+                state[i].copy_(optimizer.state[param][name])
+
     def same_params(self) -> bool:
         return same(bits(self.torchs), bits(self.params))
 
@@ -95,7 +102,10 @@ def test_sgd_returns_the_bits_of_torch(
     for step in range(3):
         both.new_gradients(10 + step)
         optimizer.step()
-        optim.sgd(both.table, lr=0.1, **options, first=step == 0)
+        if step == 0 and both.states:  # which is torch's own
+            both.take(optimizer, "momentum_buffer")
+            continue
+        optim.sgd(both.table, lr=0.1, **options)
         assert both.same_params()
         assert not both.states or both.same_states(optimizer, "momentum_buffer")
 
@@ -208,50 +218,7 @@ def test_a_table_of_nothing() -> None:
     empty = torch.zeros(0, 3)
     table = optim.Table([empty], [empty.clone()], [empty.clone()], [empty.clone()])
     assert table.blocks == 0
-    optim.adam(table, step=1, lr=1.0, partials=torch.zeros(0, dtype=torch.float64))
-
-
-# ---- partial sums of squares --------------------------------------------------------------------
-def sums_of_squares(grads: Sequence[torch.Tensor]) -> list[float]:
-    """Neighbours are added pairwise, by their definition."""
-    found = []
-    for grad in grads:
-        for part in grad.reshape(-1).double().split(BLOCK) if grad.numel() else ():
-            squares = torch.nn.functional.pad(part * part, (0, BLOCK - part.numel()))
-            while squares.numel() > 1:
-                squares = squares[0::2] + squares[1::2]
-            found.append(squares.item())
-    return found
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_partial_sums_are_added_in_the_order_stated(dtype: torch.dtype, threads: int) -> None:
-    both = Both(dtype, 2)
-    table = both.table
-    partials = torch.full((table.blocks,), -1.0, dtype=torch.float64)
-    optim.adam(table, step=1, lr=0.1, partials=partials)
-    assert partials.tolist() == sums_of_squares(both.grads)
-    with_sums = bits(both.params).clone()
-    again = Both(dtype, 2)
-    optim.adam(again.table, step=1, lr=0.1)
-    assert same(bits(again.params), with_sums)
-    optim.sgd(table, lr=0.1, momentum=0.5, maximize=True, weight_decay=3, partials=partials.zero_())
-    assert partials.tolist() == sums_of_squares(both.grads)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gradient_that_is_not_finite_makes_its_block_nan(dtype: torch.dtype, bad: float) -> None:
-    param = torch.zeros(3 * BLOCK, dtype=dtype)
-    grad = torch.full_like(param, torch.finfo(dtype).max)
-    table = optim.Table([param], [grad])
-    partials = torch.empty(3, dtype=torch.float64)
-    optim.sgd(table, lr=0.0, partials=partials)
-    whole = BLOCK * torch.finfo(dtype).max ** 2 if dtype == torch.float32 else torch.inf
-    assert partials.tolist() == [whole] * 3
-    grad[BLOCK + 5] = bad
-    optim.sgd(table, lr=0.0, partials=partials)
-    assert partials.isnan().tolist() == [False, True, False]
+    optim.adam(table, step=1, lr=1.0)
 
 
 # ---- what is refused ----------------------------------------------------------------------------
@@ -303,13 +270,6 @@ def test_tables_of_bad_tensors_are_refused(columns: Any, words: str) -> None:
         (2, {"lr": 1.0, "step": 1.0}, "step must be an integer, not 1.0"),
         (2, {"lr": 1.0, "step": 1, "betas": (0.9, 1.0)}, "betas must be less than 1, not (0.9, 1"),
         (2, {"lr": 1.0, "step": 1, "betas": (-0.9, 0.9)}, "must be at least 0, not [1.0, -0.9, 0"),
-        (0, {"lr": 1.0, "partials": np.zeros(2)}, "a tensor of torch.float64, not float64"),
-        (0, {"lr": 1.0, "partials": zeros(2)}, "a tensor of torch.float64, not torch.float32"),
-        (0, {"lr": 1.0, "partials": zeros(1, dtype=torch.float64)},
-         "partials must be contiguous of shape (2,), not (1,)"),
-        (0, {"lr": 1.0, "partials": zeros(4, dtype=torch.float64)[::2]}, "must be contiguous of"),
-        (0, {"lr": 1.0, "partials": torch.zeros(2, dtype=torch.float64, device="meta")},
-         "partials are on meta, the table on cpu"),
     ],
 )  # fmt: skip
 def test_bad_arguments_change_nothing(states: int, arguments: dict[str, Any], words: str) -> None:
@@ -331,15 +291,13 @@ def test_tables_on_a_gpu_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     table = optim.Table(*([zeros(BLOCK + 1).as_subclass(triton_checks.OnGpu)] for _ in range(4)))
     assert table.rows.dtype == torch.int64 and table.rows.shape == (2, 5)
-    partials = zeros(2, dtype=torch.float64).as_subclass(triton_checks.OnGpu)
-    optim.sgd(table, lr=0.1, maximize=True, partials=partials)
+    optim.sgd(table, lr=0.1, maximize=True)
     optim.adam(table, step=1, lr=0.1)
-    assert calls[0] == (table, (-1, 0, 0, 1, np.float32(-0.1)), False, False, partials)
-    assert calls[1][2:] == (True, None)
+    assert calls[0] == (table, (-1, 0, 0, 1, np.float32(-0.1)), False)
+    assert calls[1][2:] == (True,)
+    double = zeros(2, dtype=torch.float64).as_subclass(triton_checks.OnGpu)
     with pytest.raises(TypeError, match="float64 on cuda:0 are not supported"):
-        optim.Table([partials], [partials])
-    with pytest.raises(TypeError, match="partials are on cpu, the table on cuda:0"):
-        optim.sgd(table, lr=0.1, partials=zeros(2, dtype=torch.float64))
+        optim.Table([double], [double])
 
 
 # ---- in Triton ----------------------------------------------------------------------------------
@@ -349,7 +307,7 @@ def test_the_triton_kernels_in_the_interpreter() -> None:
 
 SGD_SCALARS = ("sign", "decay", "momentum", "rest", "rate")
 ADAM_SCALARS = ("sign", "shrink", "decay", "weight", "beta2", "rest", "root", "eps", "rate")
-PLAIN = dict.fromkeys(("MOMENTUM", "FIRST", "NESTEROV", "DECAY"), False)
+PLAIN = dict.fromkeys(("MOMENTUM", "NESTEROV", "DECAY"), False)
 COMPILED = {
     "SGD": ("sgd_kernel", SGD_SCALARS, PLAIN),
     "momentum": ("sgd_kernel", SGD_SCALARS,
@@ -366,15 +324,14 @@ OPERATIONS = {
 """Of each element."""
 
 
-def machine_code(name: str, with_partials: bool, architecture: int) -> Any:
+def machine_code(name: str, architecture: int) -> Any:
     from linkweave.kernels.optim import gpu
 
     kernel, scalars, flags = COMPILED[name]
-    signature = {"rows": "*i64", "partials": "*fp64"} | dict.fromkeys(scalars, "fp32")
+    signature = {"rows": "*i64"} | dict.fromkeys(scalars, "fp32")
     return triton_checks.compiled(
-        getattr(gpu, kernel), signature,
-        {**flags, "BLOCK": BLOCK} | ({} if with_partials else {"partials": None}),
-        range(1 + with_partials), architecture, num_warps=gpu.WARPS, enable_fp_fusion=False,
+        getattr(gpu, kernel), signature, {**flags, "BLOCK": BLOCK}, range(1), architecture,
+        num_warps=gpu.WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -385,17 +342,16 @@ def test_the_triton_kernels_compile(
 ) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    for with_partials in (False, True):
-        kernel = machine_code(name, with_partials, architecture)
-        ptx = kernel.asm["ptx"]
-        loads, stores = LOADS_AND_STORES[name]
-        accesses = Counter(re.findall(r"\b(?:ld|st)\.global\.v\S+", ptx))
-        assert accesses == {"ld.global.v4.b32": loads, "st.global.v4.b32": stores}
-        found = Counter(re.findall(r"\b([a-z]+)\.rn\.f32\b", ptx))
-        per_thread = 2 * BLOCK // (32 * 8)  # with a mask and without
-        assert found == {each: per_thread * many for each, many in OPERATIONS[name].items()}
-        assert ("f64" in ptx) == with_partials
-        assert not re.search(r"\.(ftz|sat|local|approx|full)\b", ptx)
-        used = triton_checks.resources(kernel.asm["cubin"], tmp_path)
-        assert (used["STACK"], used["LOCAL"]) == (0, 0)
-        assert used["REG"] <= 48  # for 1,280 threads of a multiprocessor
+    kernel = machine_code(name, architecture)
+    ptx = kernel.asm["ptx"]
+    loads, stores = LOADS_AND_STORES[name]
+    accesses = Counter(re.findall(r"\b(?:ld|st)\.global\.v\S+", ptx))
+    assert accesses == {"ld.global.v4.b32": loads, "st.global.v4.b32": stores}
+    found = Counter(re.findall(r"\b([a-z]+)\.rn\.f32\b", ptx))
+    per_thread = 2 * BLOCK // (32 * 8)  # with a mask and without
+    assert found == {each: per_thread * many for each, many in OPERATIONS[name].items()}
+    assert "f64" not in ptx
+    assert not re.search(r"\.(ftz|sat|local|approx|full)\b", ptx)
+    used = triton_checks.resources(kernel.asm["cubin"], tmp_path)
+    assert (used["STACK"], used["LOCAL"]) == (0, 0)
+    assert used["REG"] <= 48  # for 1,280 threads of a multiprocessor
