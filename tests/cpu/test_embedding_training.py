@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from embedding_training import SPARSE, WIDTH, WORDS, Pair, built, imported, lstm, plain, transformer
+from test_distributed import run
 from training_models import apart, same
 
 import linkweave
 from linkweave import ShardedEmbedding, collectives
+from linkweave.collectives import CollectiveError
 from linkweave.collectives.training.embedding import sharded
 from tests.cpu.on_ranks import on_ranks
 
@@ -127,3 +130,23 @@ def test_names() -> None:
     assert {"ShardedEmbedding", "prefetch"} <= {*dir(linkweave)}
     shown = repr(ShardedEmbedding(WORDS, WIDTH, -1))
     assert shown == f"ShardedEmbedding({WORDS}, 5, padding_idx={WORDS - 1}, columns 0 to 4)"
+
+
+def of_other_ranks(rank: int, table: list[list[int]], model: list[list[int]]) -> None:
+    def mine(parts: list[list[int]]) -> Any:
+        groups = [torch.distributed.new_group(part) for part in parts]
+        return next(g for g, part in zip(groups, parts, strict=True) if rank in part)
+
+    words = ShardedEmbedding(6, 4, group=mine(table))
+    optimizer = torch.optim.SGD(words.parameters(), 0.1)
+    with pytest.raises(CollectiveError, match="is of other ranks than this DataParallel"):
+        linkweave.DataParallel(torch.nn.Sequential(words), optimizer, group=mine(model))
+
+
+@pytest.mark.parametrize(
+    ("table", "model"),
+    [([[0, 1], [2, 3]], [[0, 1, 2, 3]]), ([[0, 1, 2, 3]], [[0, 1], [2, 3]]),
+     ([[0, 2], [1, 3]], [[0, 1], [2, 3]])],
+)  # fmt: skip
+def test_an_embedding_of_other_ranks_is_refused(table: Any, model: Any) -> None:
+    run(4, lambda rank: of_other_ranks(rank, table, model), backend="gloo")

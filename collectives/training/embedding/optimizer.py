@@ -230,6 +230,13 @@ def _compare(transport: Transport, named: dict[str, ShardedEmbedding]) -> None:
         raise CollectiveError(
             f"ranks 0 and {other} have different ShardedEmbeddings; this rank's: {told}"
         )
+    mine = transport.rank, transport.size
+    strange = [name for name, e in named.items() if e.schedule and e.rank_and_size != mine]
+    found = transport.share(f"{strange[0]}".encode() if strange else b"") if named else []
+    if bad := next((name.decode() for name in found if name), ""):
+        raise CollectiveError(
+            f"ShardedEmbedding {bad} is of other ranks than this DataParallel: pass both one group"
+        )
 
 
 KINDS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)

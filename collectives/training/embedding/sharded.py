@@ -91,6 +91,7 @@ class ShardedEmbedding(nn.Module):
             with torch.no_grad():
                 self.weight.copy_(self.mine(_weight))
         self._schedule: RowSchedule | None = None
+        self.rank_and_size = rank, size
         if self._transport:
             self._transport.open(1)
             self._exchange = RowExchange(self._transport, self.weight, widths)

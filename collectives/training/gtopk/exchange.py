@@ -60,7 +60,9 @@ class SparseExchange:
                 )
         self.spec, self._gradients, self._transport = spec, gradients, transport
         self.average_of = SparseAverage(transport, spec, scale)
-        self._residuals = [torch.zeros(x.numel(), device=x.device) for x in gradients.buffers]
+        self._residuals = [
+            torch.zeros(x.numel(), dtype=torch.float32, device=x.device) for x in gradients.buffers
+        ]
         self.steps = 0
         """Steps made, without those that were skipped."""
         self.bad: tuple[str, ...] = ()

@@ -114,7 +114,7 @@ class GTopKState:
         parameters, x = bucket.parameters(), bucket.buffer()
         key = tuple(map(id, parameters))
         if key not in self._residuals:
-            residual = torch.zeros(x.numel(), device=x.device)
+            residual = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
             for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
                 first = gradient.storage_offset() - x.storage_offset()
                 part = residual[first : first + gradient.numel()]
