@@ -64,7 +64,6 @@ class Arena:
         self._handles: dict[int, int] = {}  # peer -> pidfd
         self._lock = threading.Lock()
         self._measuring, self._measure_at = threading.Lock(), 0.0
-        self._gpu_calls = self.words(self.control(rank) + GPU_CALLS, GPU_CALL_WORDS)
         self.words(self.control(rank) + BASE, 1)[0] = self.base
         self.words(self.control(rank) + PID, 1)[0] = os.getpid()
 
@@ -163,7 +162,8 @@ class Arena:
         whose numbers of calls are far apart still have a number in common to compare.
         """
         power = (number & -number).bit_length() - 1
-        self._gpu_calls[min(power, 31)] = (number & 0x7FFFFFFF) << 32 | checksum
+        log = self.words(self.control(self.rank) + GPU_CALLS, GPU_CALL_WORDS)
+        log[min(power, 31)] = (number & 0x7FFFFFFF) << 32 | checksum
 
     def differing(self) -> int | None:
         """A rank whose calls on its GPU differ from ours, if there is one."""
