@@ -547,12 +547,17 @@ def shutdown() -> None:
         _default = None
 
 
+def ended_by() -> BaseException | None:
+    """The exception that has ended the program, if it ends by one."""
+    if hasattr(sys, "ps1"):  # a prompt, which went on after the last exception
+        return None
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
 @atexit.register
 def _at_exit() -> None:
     """Close the default communicator; ranks that wait for this one hear of the exception that has
     ended the program."""
-    raised = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    alone = hasattr(sys, "ps1")  # a prompt, which went on after the exception
-    if raised and not alone and _default is not None:
+    if (raised := ended_by()) and _default is not None:
         _default.abort(INTERRUPTED if isinstance(raised, KeyboardInterrupt) else RAISED)
     shutdown()

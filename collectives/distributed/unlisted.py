@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 from collections.abc import Collection
@@ -21,6 +20,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
+from linkweave.collectives.calls.communicator import ended_by
 from linkweave.collectives.cluster.gloo import gloo_group
 from linkweave.collectives.distributed.group import Group, at_once, nccl_group
 from linkweave.collectives.errors import CollectiveError, CollectiveTimeout
@@ -187,7 +187,7 @@ _OPEN: WeakSet[_Nccl] = WeakSet()
 def _at_exit() -> None:
     """End the groups of a program that has not closed them, or only just: those of one that has
     failed at once, so that the other ranks hear of it."""
-    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    failed = ended_by()
     deadline = time.monotonic() + (0 if failed else _PATIENCE)
     left = list(_OPEN)
     for each in left if not failed else ():

@@ -133,7 +133,7 @@ class GradientBuffers:
     def used(self) -> torch.Tensor:
         """1 for each parameter of which this rank has a gradient, else 0; on their device."""
         every = [found for unit in self._found for found in unit]
-        used = torch.ones(len(every), device=self.buffers[0].device)  # not copied from the host
+        used = torch.ones(len(every), dtype=torch.float32, device=self.buffers[0].device)
         for i, found in enumerate(every):
             if not found:
                 used[i].zero_()

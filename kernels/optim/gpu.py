@@ -63,8 +63,7 @@ def _decayed(g, p, sign, decay, DECAY: tl.constexpr):
 @triton.jit
 def _sgd(
     param, grad, state, n, sign, decay, momentum, rest, rate, MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    NESTEROV: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
     g = _load(grad, at, n, WHOLE)
@@ -109,16 +108,14 @@ def _read_row(rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def sgd_kernel(
-    rows, sign, decay, momentum, rest, rate, MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr,
+    rows, sign, decay, momentum, rest, rate, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
+    DECAY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     p, g, a, _, n, whole = _read_row(rows, BLOCK)
     if whole:
-        _sgd(p, g, a, n, sign, decay, momentum, rest, rate, MOMENTUM, NESTEROV,
-             DECAY, BLOCK, True)  # fmt: skip
+        _sgd(p, g, a, n, sign, decay, momentum, rest, rate, MOMENTUM, NESTEROV, DECAY, BLOCK, True)
     else:
-        _sgd(p, g, a, n, sign, decay, momentum, rest, rate, MOMENTUM, NESTEROV,
-             DECAY, BLOCK, False)  # fmt: skip
+        _sgd(p, g, a, n, sign, decay, momentum, rest, rate, MOMENTUM, NESTEROV, DECAY, BLOCK, False)
 
 
 @triton.jit

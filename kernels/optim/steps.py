@@ -45,10 +45,9 @@ def sgd(
     """One step of `torch.optim.SGD` for all tensors of `table`.
 
     With momentum, the table has one state, the buffers. The first step, which only writes them, is
-    not taken here.
-    On a GPU, the step is enqueued on the current CUDA stream.
+    not taken here. On a GPU, the step is enqueued on the current CUDA stream.
 
-    ValueError: an argument is out of range, or the table does not fit.
+    ValueError, TypeError: an argument is out of range, or the table does not fit.
     """
     lr, momentum, weight_decay = floats_at_least_0(
         lr=lr, momentum=momentum, weight_decay=weight_decay
@@ -70,8 +69,7 @@ def adam(
     """One step of `torch.optim.Adam`, or of AdamW if weight decay is `decoupled`.
 
     It is for all tensors of `table`, whose two states are `exp_avg` and `exp_avg_sq`. `step` counts
-    from 1. There is no amsgrad. Errors are as in
-    `sgd`.
+    from 1. There is no amsgrad. Errors are as in `sgd`.
     """
     lr, beta1, beta2, eps, weight_decay = floats_at_least_0(
         lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay
