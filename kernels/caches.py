@@ -11,6 +11,7 @@ import os
 import stat
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def _home() -> Path:
 
 def _writable(path: Path) -> bool:
     """Whether files can be made in a folder, or else the folder can."""
-    while not path.exists() and path != path.parent:
+    while not os.path.exists(path) and path != path.parent:  # Path's raises for closed folders
         path = path.parent
     return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
 
@@ -66,7 +67,8 @@ def _writable(path: Path) -> bool:
 def temporary() -> Path:
     """A folder that no other user can write, since programs run what they find in it."""
     path = Path(tempfile.gettempdir()) / f"linkweave-{os.geteuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
     found = path.lstat()
     ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     return path if ours and not found.st_mode & 0o077 else Path(tempfile.mkdtemp())

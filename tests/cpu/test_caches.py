@@ -47,6 +47,15 @@ def test_a_folder_that_is_named_or_can_be_written_stays(
     assert caches.folder() == nowhere / "new/linkweave"
 
 
+def test_a_folder_that_is_closed_to_this_user_cannot_be_written(tmp_path: Path) -> None:
+    """As root's home, which a container may name to another user."""
+    tmp_path.chmod(0)
+    try:
+        assert caches._writable(tmp_path / "home/.cache") == (os.geteuid() == 0)
+    finally:
+        tmp_path.chmod(0o700)
+
+
 def test_a_temporary_folder_of_another_user_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -58,3 +67,6 @@ def test_a_temporary_folder_of_another_user_is_not_used(
     other = find()
     assert other.parent == tmp_path and other != tmp_path / f"linkweave-{os.geteuid()}"
     assert other.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(os, "geteuid", lambda: 5)
+    (tmp_path / "linkweave-5").touch()
+    assert find().is_dir()
