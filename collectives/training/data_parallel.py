@@ -30,7 +30,7 @@ from linkweave.collectives.training.engine import Engine
 from linkweave.collectives.training.exchange import Dense, Exchange
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.gtopk.exchange import SparseExchange
-from linkweave.collectives.training.gtopk.options import KEY, GTopK, check_state, kept_in
+from linkweave.collectives.training.gtopk.options import KEY, GTopK, check_state, keep_in, kept_in
 from linkweave.collectives.training.hooks import Hook, compiling_by, left_alone, nothing
 from linkweave.collectives.training.joining import joined
 from linkweave.collectives.training.layout import drop_gradients
@@ -113,6 +113,7 @@ class DataParallel(nn.Module):
         self._handles: list[Any] = []
         device = next((p.device.type for p in module.parameters()), "cpu")
         transport = transport_of(group, device)
+        self._rank_and_size = (transport.rank, transport.size) if transport else (0, 1)
         if transport is None:
             self._follow_states(optimizers, self._loaded(optimizers))
             return
@@ -187,6 +188,8 @@ class DataParallel(nn.Module):
         self._handles += [register(before) for register in registers]
         self._handles.append(self._first.register_state_dict_post_hook(Hook(self._add_state)))
         self._follow_states(optimizers, loaded)
+        if spec:
+            self._mark(self._first)
 
     # ---- the training loop -------------------------------------------------------------------
     @left_alone
@@ -291,9 +294,25 @@ class DataParallel(nn.Module):
         self.finish()
 
     def _add_state(self, _: Any, state: dict[str, Any]) -> None:
-        """Add what the exchange has not sent to the optimizer's state."""
-        if self._engine and (kept := self._engine.exchange_state()):
-            state["param_groups"][0][KEY] = kept
+        """Add what the exchange has not sent to the optimizer's state: zeros before there is any,
+        so that a checkpoint is asked for it."""
+        if self._engine and self._spec:
+            rank, size = self._rank_and_size
+            kept = self._engine.exchange_state() or {"steps": 0, "residual": {
+                name: torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
+                for name, p in self.module.named_parameters()
+                if p.requires_grad and id(p) not in self._engine.embeddings.weights
+            }}  # fmt: skip
+            keep_in(state, {**kept, "rank": rank, "size": size})
+
+    def _mark(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's groups have the entries of its states, so that tools look for them; of
+        what has been loaded none."""
+        group = groups_of(optimizer)[0]
+        if group.get(KEY):
+            del group[KEY]
+        if self._spec and self._engine and optimizer is self._first:
+            group[KEY] = {}
 
     def _loaded(self, optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Those that have loaded what an exchange of this model had kept."""
@@ -314,7 +333,7 @@ class DataParallel(nn.Module):
     def _check_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
         """Before an optimizer loads its state: what there is of an exchange must fit. Returns
         whether there is anything of this model."""
-        kept = kept_in(state)
+        kept = kept_in(state, *self._rank_and_size)
         if optimizer is self._first:
             self._loading = kept
         if not kept:
@@ -330,12 +349,12 @@ class DataParallel(nn.Module):
                 "what GTopK has kept is in the state of another optimizer than the first one: give "
                 "DataParallel the optimizers in the order of the training that saved it"
             )
-        check_state(kept, self._transport.rank, self._transport.size, shapes)
+        check_state(kept, *self._rank_and_size, shapes)
         return True
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """After that: go on from there."""
-        groups_of(optimizer)[0].pop(KEY, None)
+        self._mark(optimizer)
         if self._spec and self._engine and optimizer is self._first:
             self._engine.load_exchange(self._loading or None)
 
@@ -500,6 +519,8 @@ class DataParallel(nn.Module):
         """No optimizer and no embedding takes part any more."""
         engine, self._engine, self._end = self._engine, None, "is closed"
         assert engine is not None
+        if self._spec:
+            groups_of(self._first)[0].pop(KEY, None)
         for stepper in engine.steppers:
             stepper.leave(engine)
         engine.embeddings.close()

@@ -288,7 +288,7 @@ def states(size: int) -> list[dict[str, Any]]:
     return [
         {"state": {}, "param_groups": [{
             "lr": 0.1, "params": [0, 1, 2],
-            KEY: {"rank": rank, "size": size, "steps": 7, "residual": parts()},
+            KEY: {f"rank {rank} of {size}": {"steps": 7, "residual": parts()}},
         }]}
         for rank in range(size)
     ]  # fmt: skip

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from gtopk_training import ALL, SGD, Training
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from training_models import apart, copied, error_of, imported, same
 
 from linkweave import DataParallel, GTopK, collectives
 from linkweave.collectives import CollectiveError
-from linkweave.collectives.training.gtopk.options import KEY, kept_in, resharded
+from linkweave.collectives.training.gtopk.options import KEY, keep_in, kept_in, resharded
 from tests.cpu.on_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures(imported.__name__)
@@ -89,7 +95,10 @@ def test_training_goes_on_to_the_bit(options: dict[str, Any], tmp_path: Path) ->
 def test_states_before_the_first_pass(rank: int) -> None:
     """What was loaded is what is saved."""
     mine = Training(SPEC, **HEAVY)
-    assert KEY not in mine.optimizer.state_dict()["param_groups"][0]
+    nothing = kept_in(mine.optimizer.state_dict())
+    assert nothing["steps"] == 0
+    assert nothing["residual"].keys() == dict(mine.model.named_parameters()).keys()
+    assert not any(x.any() for x in nothing["residual"].values())
     mine.steps(0, 1)
     state = mine.optimizer.state_dict()
     other = Training(SPEC, **HEAVY)
@@ -149,9 +158,8 @@ def test_states_that_do_not_fit(rank: int) -> None:
         ({"residual": {"1.bias": torch.ones(3)}},
          "a residual of shape (3,) for 1.bias, which has shape (12,)"),
     ):  # fmt: skip
-        head, *others = state["param_groups"]
-        groups = [{**head, KEY: {**head[KEY], **changes}}, *others]
-        other = {**state, "param_groups": groups}
+        other = {**state}
+        keep_in(other, {**kept_in(state), **changes})
         said = error_of(lambda other=other: mine.optimizer.load_state_dict(other))
         assert words in said
         fresh = Training(SPEC, **HEAVY)
@@ -166,6 +174,66 @@ def test_states_that_do_not_fit(rank: int) -> None:
     mine.close()
 
 
+# ---- torch.distributed.checkpoint ----------------------------------------------------------------
+def in_group(rank: int, path: Path, size: int, work: Callable[..., Any], *args: Any) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
+    try:
+        return work(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def on_group(size: int, path: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `work` returns on each rank of a process group that meets at `path`."""
+    return collectives.spawn(in_group, size, args=(path, size, work, *args), timeout=60)
+
+
+def state_in(mine: Training, flat: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = get_state_dict(mine.model, mine.optimizer, options=options)
+    return {"model": model, "optimizer": optimizer}
+
+
+def checkpoint(path: Path, flat: bool) -> Any:
+    mine = Training(SPEC, **HEAVY).steps(*range(3))
+    dcp.save(state_in(mine, flat), checkpoint_id=path)
+    return everything(mine.steps(*range(3, 8))), mine.close()
+
+
+def resume(path: Path, flat: bool) -> Any:
+    mine = Training(SPEC, **HEAVY)
+    state = state_in(mine, flat)
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        mine.model, mine.optimizer, model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(flatten_optimizer_state_dict=flat),
+    )  # fmt: skip
+    return everything(mine.steps(*range(3, 8))), mine.close()
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_a_distributed_checkpoint_has_all_ranks_residuals(flat: bool, tmp_path: Path) -> None:
+    """Of a training that begins anew, on as many ranks; on another number it is an error."""
+    path = tmp_path / "checkpoint"
+    want = on_group(2, tmp_path / "a", checkpoint, path, flat)
+    found = on_group(2, tmp_path / "b", resume, path, flat)
+    for ours, theirs in zip(found, want, strict=True):
+        assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not same(want[0][0], want[1][0])
+    if not flat:
+        file = tmp_path / "whole.pt"
+        dcp_to_torch_save(path, file)
+        whole = torch.load(file, weights_only=True)["optimizer"]
+        three = [kept_in(one, rank, 3) for rank, one in enumerate(resharded([whole] * 2, 3))]
+        two = [kept_in(whole, rank, 2) for rank in range(2)]
+        for name in two[0]["residual"]:
+            sums = [sum(one["residual"][name] for one in every) for every in (two, three)]
+            assert torch.equal(*sums)
+        with pytest.raises(CheckpointException, match="rank 0 of 3"):
+            on_group(3, tmp_path / "c", resume, path, flat)
+
+
 @pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_was_not_sent_is_not_dropped_in_silence(size: int, early: bool) -> None:
@@ -175,7 +243,7 @@ def test_what_was_not_sent_is_not_dropped_in_silence(size: int, early: bool) -> 
         model = nn.Linear(2, 1)
         optimizer = SGD(model.parameters(), lr=0.1)
         state = optimizer.state_dict()
-        state["param_groups"][0][KEY] = {"rank": rank, "size": size, "steps": 1, "residual": {}}
+        keep_in(state, {"rank": rank, "size": size, "steps": 1, "residual": {}})
         said: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -200,7 +268,7 @@ def test_a_model_that_shares_the_optimizer_takes_nothing(early: bool) -> None:
         one, other = nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1))
         optimizer = SGD([*one.parameters(), *other.parameters()], lr=0.1)
         state, zeros = optimizer.state_dict(), {"0.weight": torch.ones(1, 2)}
-        state["param_groups"][0][KEY] = {"rank": rank, "size": 2, "steps": 7, "residual": zeros}
+        keep_in(state, {"rank": rank, "size": 2, "steps": 7, "residual": zeros})
         if early:
             optimizer.load_state_dict(state)
         with DataParallel(one, optimizer), DataParallel(other, optimizer, exchange=SPEC):
@@ -216,7 +284,7 @@ def test_optimizers_in_another_order() -> None:
         model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
         first, second = (SGD(part.parameters(), lr=0.1) for part in model)
         state = second.state_dict()
-        state["param_groups"][0][KEY] = {"rank": rank, "size": 2, "steps": 7, "residual": {}}
+        keep_in(state, {"rank": rank, "size": 2, "steps": 7, "residual": {}})
         with DataParallel(model, [first, second], exchange=SPEC):
             said = [error_of(lambda: second.load_state_dict(state))]
         second.load_state_dict(state)
@@ -232,6 +300,7 @@ def test_a_closed_training_leaves_a_plain_optimizer(rank: int) -> None:
     mine.model.close()
     assert type(mine.optimizer) is SGD
     assert KEY not in mine.optimizer.state_dict()["param_groups"][0]
+    assert KEY not in mine.optimizer.param_groups[0]
     mine.wrap(SPEC)
     mine.steps(2)
     assert mine.sparse.steps == 1

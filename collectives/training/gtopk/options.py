@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -111,21 +112,44 @@ def check_state(
             )
 
 
-def kept_in(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the exchange has kept, in an optimizer's state_dict; empty if there is none."""
-    found: dict[str, Any] = state["param_groups"][0].get(KEY, {})
-    return found
+def keep_in(state: dict[str, Any], kept: Mapping[str, Any]) -> None:
+    """Let an optimizer's state_dict have what the exchange of a rank has kept.
+
+    Its key names the rank: a distributed checkpoint has what differs between ranks by its key only.
+    """
+    head, *others = state["param_groups"]
+    mine = {name: kept[name] for name in ("steps", "residual")}
+    key = f"rank {kept['rank']} of {kept['size']}"
+    state["param_groups"] = [{**head, KEY: {key: mine}}, *others]
+
+
+def kept_in(state: Mapping[str, Any], rank: int = 0, size: int = 0) -> dict[str, Any]:
+    """What the exchange of a rank has kept, in an optimizer's state_dict that may have more than
+    one; if it lacks this rank, what that of another has. Empty if there is none."""
+    found = {}
+    for key, one in state["param_groups"][0].get(KEY, {}).items():
+        if not (named := _NAMED.fullmatch(key)):
+            raise CollectiveError(f"the optimizer's state has {key!r} where ranks are named")
+        found[int(named[1]), int(named[2])] = one
+    if not found:
+        return {}
+    which = (rank, size) if (rank, size) in found else next(iter(found))
+    return {"rank": which[0], "size": which[1], **found[which]}
+
+
+_NAMED = re.compile(r"rank (\d+) of (\d+)")
 
 
 def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """The optimizer's state_dicts for another number of ranks.
 
-    `states` are the state_dicts of all ranks, by rank. The residual of old rank r goes to new rank
+    `states` are the state_dicts of all ranks, by rank; one that a distributed checkpoint has put
+    together of all stands for each. The residual of old rank r goes to new rank
     r modulo `size`, where residuals are added: their sum over all ranks stays.
     Raises CollectiveError if a rank's state is missing, and for a single rank, which trains without
     an exchange.
     """
-    found = [*map(kept_in, states)]
+    found = [kept_in(one, rank, len(states)) for rank, one in enumerate(states)]
     ranks = [(one.get("rank"), one.get("size")) for one in found]
     if not states or ranks != [(rank, len(states)) for rank in range(len(states))]:
         raise CollectiveError(
@@ -142,8 +166,7 @@ def resharded(states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any
             name: sum((one[name] for one in given[1:]), given[0][name].clone())
             for name in (given[0] if given else ())
         } or {name: x.new_zeros(x.shape) for name, x in found[0]["residual"].items()}
-        own = {**found[0], "rank": rank, "size": size, "residual": residual}
-        state = states[rank % len(states)]
-        head, *others = state["param_groups"]
-        made.append({**state, "param_groups": [{**head, KEY: own}, *others]})
+        state = {**states[rank % len(states)]}
+        keep_in(state, {**found[0], "rank": rank, "size": size, "residual": residual})
+        made.append(state)
     return made
