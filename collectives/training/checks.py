@@ -48,16 +48,18 @@ HOOKED = (
 
 
 def fault_of(
-    gradient: torch.Tensor, name: str, unit: str = "", stale: bool = False, sent: bool = False
-) -> str:
+    gradient: torch.Tensor | None, name: str, unit: str = "", stale: bool = False,
+    sent: bool = False,
+) -> str:  # fmt: skip
     """What is wrong with the gradient of the parameter `name` of a unit; empty if nothing is.
 
+    gradient: None if the parameter was frozen after the forward pass.
     stale: the forward pass has used the parameter before it was updated. sent: the unit's gradients
     are under way.
     """
-    if gradient.layout is not torch.strided:
+    if gradient is not None and gradient.layout is not torch.strided:
         return f"the gradient of {name} is sparse; only dense ones are averaged"
-    if gradient.requires_grad:
+    if gradient is not None and gradient.requires_grad:
         return (
             f"the gradient of {name} has a graph of its own, which averages lose: call "
             "torch.autograd.grad in place of backward(create_graph=True)"

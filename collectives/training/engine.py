@@ -81,7 +81,7 @@ class Engine:
         self._pending: dict[int, list[int]] = {}  # units to be updated: versions of parameters
         self._passed: set[int] = set()  # units that a forward pass has left pending
         self._left: list[int] = []  # parameters of each unit whose gradients are to come
-        self._version = 0
+        self._had: set[int] = set()  # parameters that had gradients before the backward pass
         self._versions: list[int] = []  # of parameters, as long as gradients are under way
 
     @property
@@ -209,11 +209,14 @@ class Engine:
         """Wait for a unit that is pending and update its parameters, as its gradients arrive."""
         if index not in self._pending:
             return
-        if self.gradients.version != self._version:
+        if self.gradients.written(index):
             self._fail(checks.LATE)
         unit, arrivals = self.units[index], self._arrivals(index)
         self._refuse_written(unit.parameters, self._pending[index], checks.WRITTEN)
         first = next(arrivals)  # with the flags, which tell whether there are gradients
+        if self.gradients.users(index):
+            for first in arrivals:  # noqa: B007  # they are copied as a whole
+                pass
         del self._pending[index]
         kept = [parameter.grad is not None for parameter in unit.parameters]
         try:
@@ -260,6 +263,7 @@ class Engine:
             at_end(partial(throw, error))
         else:
             at_end(partial(self._end, before))
+            self._had = {id(p) for p in self._layout.parameters if p.grad is not None}
 
     def _begin(self) -> None:
         """The first gradient has been accumulated: torch.autograd.grad accumulates none."""
@@ -316,7 +320,10 @@ class Engine:
 
     def _collected(self, index: int) -> None:
         self.lanes.collects(index)
-        self.gradients.collect(index)
+        try:
+            self.gradients.collect(index, self._had)
+        except CollectiveError as error:
+            self._fail(str(error))
         self.moments.ready(index)
         self.lanes.ready(index)
 
@@ -351,7 +358,8 @@ class Engine:
             self._rows_only, self.state = self.layouts, State.AVERAGED
             self._after(0)
             return
-        self._version, self._passed = self.gradients.version, set()
+        self.gradients.seal()
+        self._passed = set()
         self._on(Event.SENT)
         if self.program.chained:
             self._versions = [p._version for unit in self.units for p in unit.parameters]
@@ -379,7 +387,7 @@ class Engine:
 
     def _check_unchanged(self) -> None:
         """Raise if gradients were changed after the backward pass, while they were being sent."""
-        if self.gradients.version != self._version or not self.gradients.holds_all():
+        if self.gradients.changed():
             self._fail(checks.CHANGED)
         parameters = [p for unit in self.units for p in unit.parameters]
         self._refuse_written(parameters[: len(self._versions)], self._versions, checks.FOREIGN)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
+from torch.utils.weak import TensorWeakRef
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
@@ -39,8 +42,103 @@ def slots_of(units: Sequence[Unit]) -> list[Slot]:
     return slots
 
 
+class Gradient:
+    """The gradient of a parameter in a buffer, and the tensor that is the parameter's `grad`.
+
+    A tensor that is `grad` when a backward pass begins stays that, and what arrives is copied to
+    it. In place of one that the pass makes, `grad` is a view of the buffer. If somebody still has
+    that view when a later pass is to overwrite the buffer, it gets memory of its own, so that it
+    keeps its values.
+    """
+
+    def __init__(self, parameter: Any, name: str, part: torch.Tensor) -> None:
+        self.parameter, self.name = parameter, name
+        self.view = apart(part)
+        self._storage = self.view.untyped_storage()
+        self._alone = holders(self._storage)
+        self._lent: Callable[[], torch.Tensor | None] = _nothing
+        self.found = False
+        """Whether this rank has a gradient."""
+        self.users = False
+        """Whether `grad` is a tensor of the user's own."""
+        self._at = 0  # where `grad` lies, once it has been collected
+        self._versions = 0, 0
+
+    def collect(self, had: bool) -> None:
+        """Bring `grad` into the buffer, zeros if it is None. had: whether there was one when the
+        backward pass began. Raises CollectiveError if a view of the last `grad` is still held."""
+        grad = self.parameter.grad
+        self.found, self.users = grad is not None, False
+        if grad is None:
+            self._free()
+            self.view.zero_()
+        elif grad.data_ptr() != self.view.data_ptr():
+            self._free()
+            self.view.copy_(grad)
+            self.users = had
+            if not had:
+                self.parameter.grad = self._lend()
+            self._at = self.parameter.grad.data_ptr()
+        else:
+            self._at = grad.data_ptr()
+
+    def _lend(self) -> torch.Tensor:
+        """The view that users have, which there is as long as somebody has it."""
+        if (known := self._lent()) is not None:
+            return known
+        view = self.view.detach()  # which shares the version, so that writes are noticed
+        self._lent = TensorWeakRef(view)
+        return view
+
+    def _free(self) -> None:
+        """Before the buffer is overwritten: let nobody else have its memory."""
+        if holders(self._storage) == self._alone:
+            return
+        kept = self._lent()
+        # more than Python may have it by its address
+        if kept is not None and kept._use_count() == 1:  # type: ignore[attr-defined]
+            kept.data = kept.clone()
+            self._lent = _nothing
+            self.view = self.view.data  # with a version of its own
+        if holders(self._storage) != self._alone:
+            raise CollectiveError(
+                f"the gradient of parameter {self.name} of an earlier backward pass is still held "
+                "by a tensor or an array that shares its memory, such as p.grad.view(-1), "
+                "p.grad.detach() or p.grad.numpy(), and this pass would overwrite it: keep a "
+                "clone() in its place"
+            )
+
+    def show(self, used: bool) -> None:
+        """Let `grad` be what has arrived; None if no rank has used the parameter."""
+        if not used:
+            self.parameter.grad = None
+        elif self.users and self._is_grad():
+            self.parameter.grad.data.copy_(self.view)  # which nobody's version notices
+        else:
+            self.parameter.grad = self._lend()
+
+    def _is_grad(self) -> bool:
+        grad = self.parameter.grad
+        return grad is not None and grad.data_ptr() == self._at
+
+    def seal(self) -> None:
+        self._versions = self._read()
+
+    def _read(self) -> tuple[int, int]:
+        own = self.users and self._is_grad()
+        return self.view._version, self.parameter.grad._version if own else self._versions[1]
+
+    def written(self) -> bool:
+        """Whether torch has written to the gradient since `seal`."""
+        return self._read() != self._versions
+
+    def replaced(self) -> bool:
+        """Whether `grad` is no more what `collect` left there."""
+        return not self._is_grad() if self.found else self.parameter.grad is not None
+
+
 class GradientBuffers:
-    """The gradients of `units`, each parameter's `grad` a view of a shared buffer.
+    """The gradients of `units` in flat buffers, and what is each parameter's `grad` (`Gradient`).
 
     A unit begins with a flag for each parameter, which is 1 if this rank has a gradient for it and
     0 if it has none. Flags travel with the gradients, so that ranks learn without a message of its
@@ -60,13 +158,14 @@ class GradientBuffers:
             empty(nbytes // kinds[i][0].itemsize, *kinds[i]).zero_() for i, nbytes in ends.items()
         ]
         self._flags = []
-        self._found: list[list[bool]] = []  # whether this rank has a gradient for each parameter
-        self._told: list[list[bool]] = []  # whether some rank has, if `tell` has said it
+        self._told: list[list[bool]] = []  # whether some rank has a gradient, if `tell` has said it
         for unit, slot in zip(units, self.slots, strict=True):
             first = slot.first // unit.dtype.itemsize
-            self._found.append([False] * len(unit.parameters))
             self._flags.append(self.buffers[slot.buffer][first : first + len(unit.parameters)])
-        self._views = self.views_of(self.buffers)
+        self._gradients = [
+            [Gradient(*one) for one in zip(unit.parameters, unit.names, parts, strict=True)]
+            for unit, parts in zip(units, self.views_of(self.buffers), strict=True)
+        ]
 
     def views_of(self, buffers: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """For each unit and parameter, its part of buffers with as many elements as these."""
@@ -85,54 +184,58 @@ class GradientBuffers:
         slot = self.slots[unit]
         return self.buffers[slot.buffer].data_ptr() + slot.first
 
-    def collect(self, unit: int) -> None:
+    def collect(self, unit: int, had: Container[int] = ()) -> None:
         """Bring what lies in `grad` of the unit's parameters into the buffers.
 
-        A parameter without a gradient gets zeros and loses its flag; its `grad` stays None.
+        A parameter without a gradient gets zeros and loses its flag; its `grad` stays None. `had`
+        has the identities of the parameters that had a gradient when the backward pass began.
         """
-        flags, found = self._flags[unit], self._found[unit]
+        flags = self._flags[unit]
         flags.fill_(1 if self._flagged else 0)
-        for i, parameter in enumerate(self.units[unit].parameters):
-            found[i] = parameter.grad is not None
-            if found[i]:
-                self._bring(parameter, self._views[unit][i])
-            else:
-                self._views[unit][i].zero_()
+        for i, gradient in enumerate(self._gradients[unit]):
+            gradient.collect(id(gradient.parameter) in had)
+            if not gradient.found:
                 flags[i] = 0
 
-    def _bring(self, parameter: Any, view: torch.Tensor) -> None:
-        """Copy a parameter's gradient to its view, unless it lies there, and let it be `grad`."""
-        if parameter.grad.data_ptr() != view.data_ptr():
-            view.copy_(parameter.grad)
-            parameter.grad = view
+    def seal(self) -> None:
+        """All gradients have been collected, and shall stay as they are until they are shown."""
+        for gradient in self._every():
+            gradient.seal()
 
-    def holds_all(self) -> bool:
-        """Whether `grad` of every parameter is still what `collect` made it."""
-        for unit, views, found in zip(self.units, self._views, self._found, strict=True):
-            for parameter, view, had in zip(unit.parameters, views, found, strict=True):
-                grad = parameter.grad
-                if (grad is not None) != had:
-                    return False
-                if grad is not None and grad.data_ptr() != view.data_ptr():
-                    return False
-        return True
+    def written(self, unit: int) -> bool:
+        """Whether torch has written to a gradient of the unit since `seal`."""
+        return any(gradient.written() for gradient in self._gradients[unit])
+
+    def changed(self) -> bool:
+        """Whether a gradient was written to since `seal`, or is no more its parameter's `grad`."""
+        return any(gradient.written() or gradient.replaced() for gradient in self._every())
+
+    def users(self, unit: int) -> bool:
+        """Whether what arrives is copied to tensors of the user's own."""
+        return any(gradient.users for gradient in self._gradients[unit])
+
+    def _every(self) -> Iterator[Gradient]:
+        return chain.from_iterable(self._gradients)
 
     def of(self, unit: int) -> Iterator[tuple[Any, torch.Tensor | None]]:
         """Each parameter with its gradient, once the unit's flags have arrived; None if no rank has
         one."""
-        flags: Sequence[Any] = self._found[unit]
+        for gradient, used in self._used(unit):
+            yield gradient.parameter, gradient.view if used else None
+
+    def _used(self, unit: int) -> Iterator[tuple[Gradient, bool]]:
+        """Each gradient of the unit, and whether some rank has one."""
+        flags: Sequence[Any] = [gradient.found for gradient in self._gradients[unit]]
         if self._told:
             flags = self._told[unit]
         elif not all(flags):
             flags = self._flags[unit].tolist()  # read, and wait, only if need be
-        for parameter, view, flag in zip(
-            self.units[unit].parameters, self._views[unit], flags, strict=True
-        ):
-            yield parameter, view if flag else None
+        for gradient, flag in zip(self._gradients[unit], flags, strict=True):
+            yield gradient, bool(flag)
 
     def used(self) -> torch.Tensor:
         """1 for each parameter of which this rank has a gradient, else 0; on their device."""
-        every = [found for unit in self._found for found in unit]
+        every = [gradient.found for gradient in self._every()]
         used = torch.ones(len(every), dtype=torch.float32, device=self.buffers[0].device)
         for i, found in enumerate(every):
             if not found:
@@ -142,28 +245,37 @@ class GradientBuffers:
     def tell(self, used: Sequence[float]) -> None:
         """What arrives is of parameters that some rank has used, and of those of which something
         arrives all the same."""
-        views = [view for unit in self._views for view in unit]
-        rare = [view.any() for view, use in zip(views, used, strict=True) if not use]
+        rare = [one.view.any() for one, use in zip(self._every(), used, strict=True) if not use]
         arrive = iter(torch.stack(rare).tolist() if rare else ())
         every = iter([bool(use or next(arrive)) for use in used])
-        self._told = [[next(every) for _ in unit] for unit in self._found]
+        self._told = [[next(every) for _ in unit] for unit in self._gradients]
 
     def show(self, unit: int) -> None:
         """Once a unit's flags have arrived, let `grad` be what arrives; None if no rank has used
-        the parameter."""
-        for parameter, gradient in self.of(unit):
-            parameter.grad = gradient
-
-    @property
-    def version(self) -> int:
-        """Rises with each operation of torch that writes to a gradient in the buffers."""
-        return sum(buffer._version for buffer in self.buffers)
+        the parameter. For tensors of the user's own all must have arrived."""
+        for gradient, used in self._used(unit):
+            gradient.show(used)
 
     def raw(self, buffer: int, first: int, stop: int) -> torch.Tensor:
-        """Bytes [first, stop) of a buffer, as elements; writing there does not raise `version`."""
+        """Bytes [first, stop) of a buffer, as elements; writes there count as nobody's."""
         whole = self.buffers[buffer]
         size = whole.element_size()
         return whole.data[first // size : stop // size]
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in a storage of its own, which tells how many tensors share it."""
+    return from_dlpack(x)
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors and other owners share it; known to torch alone."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+def _nothing() -> None:
+    return None
 
 
 def _view(whole: torch.Tensor, first: int, parameter: Any, name: str) -> torch.Tensor:

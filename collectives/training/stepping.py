@@ -15,7 +15,7 @@ from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.ranges import profiled
-from linkweave.collectives.training.update import LossScale, Update, groups_of
+from linkweave.collectives.training.update import LossScale, Update, groups_of, overlap_of
 
 
 class Trained(Protocol):
@@ -381,4 +381,8 @@ def fault_of_chaining(is_compiled: bool, steppers: Sequence[Stepper], units: Seq
         for name, parameter in zip(unit.names, unit.parameters, strict=True):
             if id(parameter) not in held:
                 return f"its optimizer lacks the parameter {name}"
+    names = [name for unit in units for name in unit.names]
+    if pair := overlap_of([parameter for unit in units for parameter in unit.parameters]):
+        one, other = (names[i] for i in pair)
+        return f"the parameters {one} and {other} share memory, so that one update changes both"
     return ""

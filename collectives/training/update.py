@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -159,12 +160,23 @@ class Update:
         key = tuple(x.data_ptr() for column in (part, grads, *columns) for x in column)
         known = self._tables.get(id(part[0]))
         if known is None or known[0] != key:
+            if overlap_of(part):  # a kernel would write to both at once
+                return None
             try:
                 table = optim.Table([p.detach() for p in part], grads, *columns)
             except (TypeError, ValueError):  # a dtype or a layout that the kernels do not take
                 return None
             known = self._tables[id(part[0])] = key, table
         return known[1]
+
+
+def overlap_of(parameters: Sequence[Any]) -> tuple[int, int] | None:
+    """Two of the parameters, by number, that share memory; None if none do."""
+    first = sorted((p.data_ptr(), i) for i, p in enumerate(parameters) if p.numel())
+    for (at, one), (begin, other) in pairwise(first):
+        if begin < at + parameters[one].numel() * parameters[one].element_size():
+            return min(one, other), max(one, other)
+    return None
 
 
 def _plain(options: dict[str, Any]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from training_models import SLOW, error_of, images, made, profile, sentences, units
 
 from linkweave.collectives import overlap
+from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import Communication, Layer, Network, Piece, Profile, Schedule
 from linkweave.collectives.overlap.communication import ALL_GATHER
 from linkweave.collectives.overlap.measure import Pass, profile_of
@@ -94,18 +97,80 @@ def test_gradients_move_into_the_arena() -> None:
     assert weight.grad.data_ptr() == gradients.buffers[0][4:].data_ptr()
     assert bias.grad is None
     assert [g is None for _, g in gradients.of(0)] == [False, True]
-    assert gradients.holds_all()
+    gradients.seal()
+    assert not gradients.changed()
     bias.grad = torch.ones(2)
-    assert not gradients.holds_all()
-    before = gradients.version
+    assert gradients.changed()
+    bias.grad = None
     gradients.raw(0, 0, 16).fill_(1)  # what a lane does
-    assert gradients.version == before
+    assert not gradients.changed()
     assert all(g is not None for _, g in gradients.of(0))
     weight.grad.mul_(2)
-    assert gradients.version > before
+    assert gradients.written(0)
+    gradients.seal()
     weight.grad = weight.grad.clone()
-    bias.grad = None
-    assert not gradients.holds_all()
+    assert gradients.changed()
+    assert not gradients.written(0)
+
+
+def a_pass(gradients: GradientBuffers, value: float, own: torch.Tensor | None = None) -> Any:
+    """A backward pass that finds no `grad`, or the user's own. Returns `grad` on averages."""
+    (weight,) = gradients.units[0].parameters
+    weight.grad = torch.ones(2, 3) if own is None else own.view(2, 3)
+    gradients.collect(0, () if own is None else {id(weight)})
+    gradients.raw(0, 16, 40).fill_(value)  # what a lane does
+    gradients.show(0)
+    return weight.grad
+
+
+@pytest.mark.parametrize("kept", [*itertools.product((False, True), repeat=4)])
+def test_a_gradient_that_is_kept_over_zero_grad_keeps_its_values(kept: tuple[bool, ...]) -> None:
+    gradients = GradientBuffers([unit(torch.float32, (2, 3))], empty)
+    held = []
+    for number, keep in enumerate(kept):
+        if number == 2:  # a parameter that is not used overwrites the buffer as well
+            (weight,) = gradients.units[0].parameters
+            weight.grad = None
+            gradients.collect(0)
+        found = a_pass(gradients, number)
+        if keep:
+            held.append((number, found))
+        del found
+        assert all(x.eq(value).all() for value, x in held)
+    for _, x in held:  # is the user's own now
+        gradients.seal()
+        x.add_(1)
+        assert not gradients.written(0) or x is gradients.units[0].parameters[0].grad
+
+
+def test_a_gradient_of_the_user_s_own_is_written_to() -> None:
+    gradients = GradientBuffers([unit(torch.float32, (2, 3))], empty)
+    own = torch.zeros(6)
+    for number in range(3):
+        found = a_pass(gradients, number, own)
+        assert found.data_ptr() == own.data_ptr()
+        assert own.eq(number).all()
+        gradients.seal()
+        assert not gradients.changed()
+        own.zero_()
+        assert gradients.written(0)
+    assert a_pass(gradients, 4).data_ptr() != own.data_ptr()
+    assert own.eq(0).all()
+
+
+@pytest.mark.parametrize("share", [
+    torch.Tensor.flatten, torch.Tensor.detach, torch.Tensor.numpy, lambda x: x[0], lambda x: x.data,
+    torch.from_dlpack,
+])  # fmt: skip
+def test_memory_of_a_gradient_that_is_still_shared_is_not_overwritten(share: Any) -> None:
+    gradients = GradientBuffers([unit(torch.float32, (2, 3))], empty)
+    shared = share(a_pass(gradients, 1))
+    gradients.collect(0)  # nothing is overwritten: the gradient is still there
+    with pytest.raises(CollectiveError, match=r"parameter p0 .* is still held"):
+        a_pass(gradients, 2)
+    assert (shared == 1).all()
+    del shared
+    assert a_pass(gradients, 2).eq(2).all()
 
 
 def test_a_gradient_keeps_its_memory_format() -> None:

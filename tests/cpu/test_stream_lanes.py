@@ -112,6 +112,10 @@ def programs(chance: random.Random, gradients: GradientBuffers) -> Program:
     return Program("random", tuple(ops), tuple(map(str, range(UNITS))), True)
 
 
+def of(gradients: GradientBuffers, unit: int, number: int = 0) -> torch.Tensor:
+    return gradients._gradients[unit][number].view
+
+
 def lanes_on(transport: Any, gradients: GradientBuffers, program: Program) -> StreamLanes:
     return StreamLanes(transport, gradients, program, Dense(gradients, transport), Embeddings())
 
@@ -151,13 +155,11 @@ def test_ops_wait_for_gradients_and_units_for_their_ops(seed: int, compute: Stre
         order = [*range(UNITS)]
         chance.shuffle(order)
         for u in order:
-            compute.enqueue(
-                partial(computed, gradients._views[u][0], step + 1, chance.uniform(0, 2e-3))
-            )
+            compute.enqueue(partial(computed, of(gradients, u), step + 1, chance.uniform(0, 2e-3)))
             lanes.ready(u)
         for u in range(UNITS):
             assert [*lanes.arrivals(u)] == [gradients.slots[u].nbytes]
-            compute.enqueue(partial(read, seen, u, gradients._views[u][0], 2 * (step + 1)))
+            compute.enqueue(partial(read, seen, u, of(gradients, u), 2 * (step + 1)))
     lanes.wait_all()
     compute.synchronize()
     assert seen == [(u, True) for _ in range(3) for u in range(UNITS)]
@@ -178,10 +180,10 @@ def test_gradients_of_several_streams_and_a_late_exit(compute: Stream) -> None: 
     other, held = Stream(), threading.Event()
     CURRENT.append(other)
     other.enqueue(lambda: held.wait(60))
-    other.enqueue(partial(computed, gradients._views[0][1], 2, 0.0))
+    other.enqueue(partial(computed, of(gradients, 0, 1), 2, 0.0))
     lanes.accumulated(0)
     CURRENT.pop()
-    compute.enqueue(partial(computed, gradients._views[0][0], 1, 0.0))
+    compute.enqueue(partial(computed, of(gradients, 0), 1, 0.0))
     lanes.accumulated(0)
     lanes.collects(0)
     lanes.ready(0)
@@ -189,7 +191,7 @@ def test_gradients_of_several_streams_and_a_late_exit(compute: Stream) -> None: 
     assert not late._passed.wait(0.1)
     held.set()
     transport.leave()()  # of the communicator, before it closes
-    assert [view.tolist() for view in gradients._views[0]] == [[2.0] * 4, [4.0] * 3]
+    assert [one.view.tolist() for one in gradients._gradients[0]] == [[2.0] * 4, [4.0] * 3]
     assert lanes.sent == []
     lanes.wait_all()
     lanes.close()

@@ -111,6 +111,45 @@ def some_none(run: Run, model: Any, optimizer: Any) -> None:
                 p.grad = None
 
 
+@habit("gradients of two losses, the first ones kept over zero_grad")
+def two_losses(run: Run, model: Any, optimizer: Any) -> None:
+    """What was kept keeps its values, as for gradient surgery."""
+    parameters = [*model.parameters()]
+    for step in run.steps:
+        found = []
+        for loss in (run.loss(model, step), model(run.batch(step)[0]).square().mean()):
+            optimizer.zero_grad()
+            loss.backward()
+            run.synchronize(model)
+            found.append([p.grad for p in parameters])
+        for p, first, second in zip(parameters, *found, strict=True):
+            p.grad = first + 0.5 * second
+        optimizer.step()
+
+
+@habit("views of gradients that are kept over zero_grad", error="is still held")
+def kept_views(run: Run, model: Any, optimizer: Any) -> None:
+    """The next backward pass would overwrite their memory, so it refuses."""
+    found: list[torch.Tensor] = []
+    for _ in run.after_backward(model, optimizer):
+        found += [p.grad.flatten() for p in model.parameters()]
+
+
+@habit("gradients in a flat tensor of the user's own", chained=CHANGED)
+def flat(run: Run, model: Any, optimizer: Any) -> None:
+    """It is cleared as a whole, which is too early as long as a step is put off."""
+    parameters = [*run.inner(model).parameters()]
+    whole = torch.zeros(sum(p.numel() for p in parameters), dtype=run.dtype)
+    parts = whole.split([p.numel() for p in parameters])
+    for p, part in zip(parameters, parts, strict=True):
+        p.grad = part.view_as(p)
+    for step in run.steps:
+        whole.zero_()
+        run.loss(model, step).backward()
+        run.same(f"norm {step}", whole.norm())
+        optimizer.step()
+
+
 @habit("gradients by torch.autograd.grad, put into p.grad", error=NOT_AVERAGED)
 def by_hand(run: Run, model: Any, optimizer: Any) -> None:
     """They are this rank's own: no backward pass has averaged them."""

@@ -10,7 +10,18 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.cpu.habits.run import CLASSES, DENSE, INPUTS, Net, Run, habit, made, plain_sgd, sgd
+from tests.cpu.habits.run import (
+    CLASSES,
+    DENSE,
+    HIDDEN,
+    INPUTS,
+    Net,
+    Run,
+    habit,
+    made,
+    plain_sgd,
+    sgd,
+)
 
 
 # ---- frozen and thawed ---------------------------------------------------------------------------
@@ -46,6 +57,33 @@ def toggled(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.steps:
         run.inner(model).fc.requires_grad_(step % 2 == 0)
         run.train(model, optimizer, [step])
+
+
+@habit("parameters are frozen between the forward and the backward pass")
+def frozen_late(run: Run, model: Any, optimizer: Any) -> None:
+    """They get no gradients then."""
+    for step in run.steps:
+        optimizer.zero_grad()
+        loss = run.loss(model, step)
+        for p in run.inner(model).second.parameters():
+            p.requires_grad_(step % 4 < 2)
+        loss.backward()
+        optimizer.step()
+        for p in run.inner(model).second.parameters():
+            p.requires_grad_()
+
+
+@habit("two parameters over one memory", chained="share memory")
+def one_memory(run: Run) -> None:
+    """Each has its own update, and both change it: before one layer, the other must wait too."""
+    net = made(run)
+    net.fc = nn.Linear(HIDDEN, HIDDEN).to(run.dtype)
+    net.fc.weight.data = net.second.weight.data
+    model, optimizer = run.wrapped(net)
+    for step in run.steps:
+        optimizer.zero_grad()
+        model(run.batch(step)[0]).square().mean().backward()
+        optimizer.step()
 
 
 @habit("a forward pass of the wholly frozen model, with gradients enabled")
