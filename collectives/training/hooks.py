@@ -4,6 +4,7 @@ torch.compile leaves alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -12,6 +13,8 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
+
+from linkweave.collectives.errors import CollectiveError
 
 
 class Hook:
@@ -50,6 +53,16 @@ def in_backward() -> bool:
     """Whether one runs in this thread."""
     running: int = torch._C._current_graph_task_id()
     return running != -1
+
+
+def check_process(process: int, rank: int) -> None:
+    """Raise CollectiveError in a process that was forked from this one: it lacks its threads."""
+    if os.getpid() != process:
+        raise CollectiveError(
+            f"process {os.getpid()} was forked from rank {rank} (process {process}) while a step "
+            "was not complete, and cannot complete it: call finish() of DataParallel before you "
+            "fork"
+        )
 
 
 def throw(error: BaseException) -> NoReturn:

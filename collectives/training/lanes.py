@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from linkweave.collectives.runtime.diagnose import LEFT, REASONS
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange, Packing
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
-from linkweave.collectives.training.hooks import nothing
+from linkweave.collectives.training.hooks import check_process, nothing
 from linkweave.collectives.training.program import Op, Program, Span
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.transport import Queue, Transport
@@ -126,6 +127,7 @@ class HostLanes:
     ) -> None:  # fmt: skip
         self._transport, self._gradients, self._program = transport, gradients, program
         self._exchange, self._embeddings = exchange, embeddings
+        self._process = os.getpid()
         embeddings.join(self.abort)
         self._board = _Board()
         self._changed = self._board.changed
@@ -195,6 +197,8 @@ class HostLanes:
 
     def _wait_until(self, holds: Callable[[], bool]) -> None:
         # no deadline of its own: an op that waits for other ranks has one, and then fails
+        if not (self._error or holds()):
+            check_process(self._process, self._transport.rank)
         with self._changed:
             self._changed.wait_for(lambda: self._error or holds())
             error = self._error
@@ -220,7 +224,9 @@ class HostLanes:
             self.wait_all()
 
     def close(self) -> None:
-        """End the threads, once what they send has been sent."""
+        """End the threads, once what they send has been sent; a forked process has none."""
+        if os.getpid() != self._process:
+            return
         self._board.close()
         for thread in self._threads:
             thread.join()

@@ -22,7 +22,7 @@ from linkweave.bench.sparse import medians
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
-PLANNING = {"dgx1-v100": 1_012_704, "dgx-h100": 1_276_717, "4 x dgx-h100": 7_079_624}
+PLANNING = {"dgx1-v100": 1_012_704, "dgx-h100": 1_276_717, "4 x dgx-h100 nic=24GB/s": 7_079_624}
 """Calls of Python functions to plan an all-reduce of 64 MiB in a fresh process: what a change of
 more than MORE has to explain."""
 MORE = 1.2

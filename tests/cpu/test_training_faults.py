@@ -277,3 +277,43 @@ def test_many_engines_one_after_another(rank: int) -> None:
         again = DataParallel(inner, optimizer)
         train("cnn", again, optimizer, range(1), rank, 2)
         again.close()
+
+
+# ---- processes that are forked from a rank -------------------------------------------------------
+def in_child(work: Callable[[], Any]) -> str:
+    """What `work` returns in a forked process, or the error that it raises."""
+    reads, writes = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            said = str(work())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writes, said.encode())
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as told:
+        said = told.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+@on_ranks(2)
+def test_a_forked_process_has_what_was_complete(rank: int) -> None:
+    """A checkpoint written in the background; a step that is put off has no lanes there."""
+    model, optimizer = wrapped(chained=True)
+    train("cnn", model, optimizer, range(3), rank, 2)
+    if rank == 1:
+        collectives.barrier()
+    train("cnn", model, optimizer, range(3, 4), rank, 2)
+    if rank == 0:  # whose gradients cannot have been averaged yet
+        found = [in_child(call) for call in (model.state_dict, model.eval, model.close)]
+        assert all("CollectiveError: process" in said for said in found), found
+        assert all("was forked from rank 0 " in said for said in found)
+        assert all("call finish() of DataParallel before you fork" in said for said in found)
+        collectives.barrier()
+    model.finish()
+    total = sum(float(p.detach().sum()) for p in model.module.parameters())
+    assert float(in_child(lambda: sum(float(x.sum()) for x in model.state_dict().values()))) == total
+    assert in_child(model.close) == "None"
+    train("cnn", model, optimizer, range(4, 6), rank, 2)  # the rank itself goes on
+    model.close()

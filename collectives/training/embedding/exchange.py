@@ -6,6 +6,7 @@ Neural Networks", section 4.1.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -17,7 +18,7 @@ from weakref import WeakMethod
 import torch
 
 from linkweave.collectives.errors import CollectiveAborted, CollectiveError
-from linkweave.collectives.training.hooks import nothing
+from linkweave.collectives.training.hooks import check_process, nothing
 from linkweave.collectives.training.ranges import profiled
 from linkweave.collectives.training.transport import Counts, Transport
 from linkweave.kernels import embedding
@@ -155,6 +156,7 @@ class RowLane:
 
     def __init__(self, name: str, transport: Transport, exchange: RowExchange) -> None:
         self.name, self._transport, self._exchange = name, transport, exchange
+        self._process = os.getpid()
         self._thread = ThreadPoolExecutor(1, f"linkweave-rows-{name}")
         self._stream: Any = None
         self._before: Any = None  # where the current stream was when the last op was submitted
@@ -264,6 +266,7 @@ class RowLane:
         """The result of an op; on a GPU the current stream waits for it. Raises CollectiveError."""
         # no deadline of its own: an exchange that waits for other ranks has one, and then fails
         if not op.done():
+            check_process(self._process, self._transport.rank)
             self._complete()
         wait([op])
         self._raise()
@@ -281,6 +284,8 @@ class RowLane:
     def wait_all(self) -> None:
         """Wait until all ops are done; on a GPU, let the current stream wait for what is enqueued:
         an op that needs lengths writes to no table. Raises CollectiveError."""
+        if not all(one.done() for one in self._going):
+            check_process(self._process, self._transport.rank)
         wait(self._going)
         self._raise()
         if self._stream is not None:
@@ -311,7 +316,10 @@ class RowLane:
             self._stream.synchronize()
 
     def close(self) -> None:
-        """End the thread or the stream's work, once it has carried out all ops."""
+        """End the thread or the stream's work, once it has carried out all ops; a forked process
+        has none."""
+        if os.getpid() != self._process:
+            return
         self._drain()
         self._thread.shutdown()
 
