@@ -313,7 +313,9 @@ def test_a_forked_process_has_what_was_complete(rank: int) -> None:
         collectives.barrier()
     model.finish()
     total = sum(float(p.detach().sum()) for p in model.module.parameters())
-    assert float(in_child(lambda: sum(float(x.sum()) for x in model.state_dict().values()))) == total
+    assert (
+        float(in_child(lambda: sum(float(x.sum()) for x in model.state_dict().values()))) == total
+    )
     assert in_child(model.close) == "None"
     train("cnn", model, optimizer, range(4, 6), rank, 2)  # the rank itself goes on
     model.close()
