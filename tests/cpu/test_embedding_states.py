@@ -26,6 +26,10 @@ from embedding_training import (
     stepped,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from training_models import apart, copied, error_of, on_all, same
 
 from linkweave import ShardedEmbedding, collectives, prefetch
@@ -237,6 +241,32 @@ def test_optimizer_states_are_those_of_one_process(rank: int) -> None:
         pair.optimizers[1].load_state_dict(want)
         pair.train(3, 4)
         pair.close()
+
+
+@on_ranks(2)
+def test_distributed_checkpoints_take_and_give_states(rank: int) -> None:
+    """By the names of parameters, of two optimizers; torch takes none that has no state."""
+    for kind in ("adagrad", "sparse adam"):
+        pair = Pair(kind)
+        pair.train(0, 1, 2)
+        for model, optimizers, _ in pair.sides:
+            state = get_optimizer_state_dict(model, optimizers)
+            set_optimizer_state_dict(model, optimizers, state)
+        pair.train(3, 4)
+        pair.close()
+
+
+@on_ranks(2)
+def test_a_state_of_another_table_is_refused(rank: int) -> None:
+    pair = Pair("sparse adam")
+    pair.train(0, 1)
+    state = pair.optimizers[1].state_dict()
+    own = {name: x[..., :1] if torch.as_tensor(x).dim() else x
+           for name, x in state["state"][0].items()}  # fmt: skip
+    said = error_of(lambda: pair.optimizers[1].load_state_dict({**state, "state": {0: own}}))
+    assert f"of parameter 0 has shape ({WORDS}, 1), and its ShardedEmbedding" in said
+    pair.train(2)
+    pair.close()
 
 
 @on_ranks(2)

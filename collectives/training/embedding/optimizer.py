@@ -346,9 +346,20 @@ class RowOptimizer:
     def take_state(self, _: Any, state: dict[str, Any]) -> dict[str, Any]:
         """Before `load_state_dict`: what there is for this rank's columns."""
         found = dict(state["state"])
+        keys = [key for group in state["param_groups"] for key in group["params"]]
         for number, embedding in self._numbered():
-            found[number] = _own_columns(embedding, found.get(number, {}))
-        return {**state, "state": {n: x for n, x in found.items() if x or n in state["state"]}}
+            if number >= len(keys) or keys[number] not in found:  # by number, or by name
+                continue
+            of_weight, shape = found[keys[number]], embedding.whole_shape
+            for name, x in of_weight.items():
+                if isinstance(x, torch.Tensor) and x.dim() and tuple(x.shape) != shape:
+                    raise CollectiveError(
+                        f"state {name} of parameter {keys[number]} has shape {tuple(x.shape)}, and "
+                        f"its ShardedEmbedding shape {shape}: load what state_dict returned while "
+                        "DataParallel had the optimizer"
+                    )
+            found[keys[number]] = _own_columns(embedding, of_weight)
+        return {**state, "state": found}
 
     def divide_state(self) -> None:
         """What the optimizer has loaded before it came here has all columns."""
@@ -363,9 +374,9 @@ class RowOptimizer:
 
 
 def _own_columns(embedding: ShardedEmbedding, states: dict[str, Any]) -> dict[str, Any]:
-    shape = embedding.num_embeddings, embedding.embedding_dim
     return {
-        name: embedding.mine(x).clone() if _is_like(x, shape) else x for name, x in states.items()
+        name: embedding.mine(x).clone() if _is_like(x, embedding.whole_shape) else x
+        for name, x in states.items()
     }
 
 

@@ -129,6 +129,11 @@ class ShardedEmbedding(nn.Module):
             if self.padding_idx is not None:
                 self.weight[self.padding_idx].zero_()
 
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """Of the table on all ranks together."""
+        return self.num_embeddings, self.embedding_dim
+
     def mine(self, whole: torch.Tensor) -> torch.Tensor:
         """The columns of a whole table that this rank has."""
         return whole[:, slice(*self.columns)]
@@ -219,8 +224,7 @@ class ShardedEmbedding(nn.Module):
         if self._schedule:
             self._schedule.finish()
         key = prefix + "weight"
-        shape = self.num_embeddings, self.embedding_dim
-        if key in state_dict and tuple(state_dict[key].shape) == shape:
+        if key in state_dict and tuple(state_dict[key].shape) == self.whole_shape:
             state_dict = {**state_dict, key: self.mine(state_dict[key])}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
