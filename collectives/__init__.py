@@ -6,10 +6,7 @@ when they are first used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from linkweave.collectives.errors import (
@@ -91,7 +88,8 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"{__name__}.{name}")
     if name in _METHODS:
-        globals()[name] = function = _of_default(name)
+        of_default = import_module(f"{__name__}.calls.communicator").of_default
+        globals()[name] = function = of_default(name)
         return function
     if name not in _LAZY:
         raise AttributeError(f"module 'linkweave.collectives' has no attribute {name!r}")
@@ -101,21 +99,6 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise ImportError(f"linkweave.{name} needs torch: pip install torch==2.13.0") from None
-
-
-def _of_default(name: str) -> Callable[..., Any]:
-    """A function that calls the method `name` of the default communicator."""
-    from linkweave.collectives.calls.communicator import Communicator, get_default
-
-    method = getattr(Communicator, name)
-
-    @wraps(method)
-    def on_default(*args: Any, **kwargs: Any) -> Any:
-        return getattr(get_default(), name)(*args, **kwargs)
-
-    on_default.__module__, on_default.__qualname__ = __name__, name
-    on_default.__signature__ = signature(method.__get__(object()))  # type: ignore[attr-defined]
-    return on_default
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from itertools import count
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ from linkweave.collectives.runtime.diagnose import INTERRUPTED, RAISED
 from linkweave.collectives.runtime.gpu import device as cuda
 from linkweave.collectives.runtime.gpu.team import Team
 from linkweave.collectives.runtime.tensors import as_buffer, gpu_of, parse_shape, tensor_over
+from linkweave.collectives.runtime.uncompiled import uncompiled, uncompiled_methods
 from linkweave.collectives.settings import Settings, topology_for
 from linkweave.topology import Topology, load
 from linkweave.topology.checks import integer
@@ -46,6 +48,7 @@ log = logging.getLogger("linkweave")
 MOST_LANES = 64
 
 
+@uncompiled_methods
 class Communicator(Methods):
     """The ranks of one machine, and the collectives among them.
 
@@ -531,6 +534,20 @@ def get_default() -> Communicator:
             "no communicator: call linkweave.init() first, or run under linkweave.spawn()"
         )
     return found
+
+
+def of_default(name: str) -> Callable[..., Any]:
+    """A function that calls the method `name` of the default communicator."""
+    method = getattr(Communicator, name)
+
+    @uncompiled
+    @wraps(method)
+    def on_default(*args: Any, **kwargs: Any) -> Any:
+        return getattr(get_default(), name)(*args, **kwargs)
+
+    on_default.__module__, on_default.__qualname__ = "linkweave.collectives", name
+    on_default.__signature__ = signature(method.__get__(object()))  # type: ignore[attr-defined]
+    return on_default
 
 
 def find_default() -> Communicator | None:

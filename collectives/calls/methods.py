@@ -13,8 +13,10 @@ from linkweave.collectives.calls.request import NOTHING, How, Request
 from linkweave.collectives.calls.work import Worker
 from linkweave.collectives.planning.collective import COLLECTIVES
 from linkweave.collectives.runtime.tensors import fast_buffer, fast_result, output_for
+from linkweave.collectives.runtime.uncompiled import uncompiled_methods
 
 
+@uncompiled_methods
 class Methods:
     """The collectives that ranks on one machine and on several have alike. How a call is made is
     the communicator's part."""

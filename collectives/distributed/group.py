@@ -24,6 +24,7 @@ from linkweave.collectives.distributed.engine import VARIABLE, CudaEngine
 from linkweave.collectives.distributed.works import GroupWork, ended, together
 from linkweave.collectives.runtime.diagnose import RAISED
 from linkweave.collectives.runtime.tensors import read_here
+from linkweave.collectives.runtime.uncompiled import uncompiled_methods
 from linkweave.collectives.settings import Settings
 from linkweave.kernels.dtypes import DTYPES, ops_of
 
@@ -74,6 +75,7 @@ def at_once(nccl: Any, messages: Sequence[tuple[str, tuple[Any, ...]]]) -> Any:
 _Base: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not call
 
 
+@uncompiled_methods
 class Group(_Base):  # type: ignore[misc]
     """The ranks of a torch.distributed process group, on one machine or several.
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from linkweave.collectives.calls.gpu import GpuWork
 from linkweave.collectives.calls.work import HostWork, Work
+from linkweave.collectives.runtime.uncompiled import uncompiled_methods
 
 
 @cache
@@ -26,6 +27,7 @@ def stream_of_futures(device: Any) -> Any:
 _NO_TIMEOUT = timedelta(0)
 
 
+@uncompiled_methods
 class GroupWork(dist.Work):
     """Handle of a collective.
 

@@ -5,6 +5,7 @@ parameters that differ between ranks, of which a part is compared at a time.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ LOCAL = (
     "step() was called, but gradients of {} {}, so that they are this rank's alone: make a "
     "backward pass outside of no_sync() before each step"
 )
+COMPILED = (
+    "the backward pass was one of compiled autograd, which calls no hooks: set "
+    "torch._dynamo.config.compiled_autograd = False"
+)
 UNREACHED = (
     "step() was called after a forward pass, but a backward pass since then, if there was any, has "
     "reached no parameter on this rank, so that gradients were not averaged, and other ranks may "
@@ -45,6 +50,12 @@ HOOKED = (
     "{} has a post-accumulate hook beside DataParallel's, which would see the gradient of this "
     "rank before it is averaged, or while it is: do its work after backward()"
 )
+
+
+def unreached() -> str:
+    """Why the backward pass before a step has reached no parameter."""
+    config = sys.modules.get("torch._dynamo.config")
+    return COMPILED if config is not None and config.compiled_autograd else UNREACHED
 
 
 def fault_of(

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from linkweave.collectives.calls.trace import Trace
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap import POLICIES, MeasuredStep, Schedule
+from linkweave.collectives.runtime.uncompiled import uncompiled, uncompiled_methods
 from linkweave.collectives.training.admission import (
     compare_exchanges,
     copy_from_rank_0,
@@ -31,7 +32,7 @@ from linkweave.collectives.training.exchange import Dense, Exchange
 from linkweave.collectives.training.gradient_buffers import GradientBuffers
 from linkweave.collectives.training.gtopk.exchange import SparseExchange
 from linkweave.collectives.training.gtopk.options import KEY, GTopK, check_state, keep_in, kept_in
-from linkweave.collectives.training.hooks import Hook, compiling_by, left_alone, nothing
+from linkweave.collectives.training.hooks import Hook, compiling_by, nothing
 from linkweave.collectives.training.joining import joined
 from linkweave.collectives.training.layout import drop_gradients
 from linkweave.collectives.training.program import Program, StepRecord
@@ -45,6 +46,7 @@ log = logging.getLogger("linkweave")
 _DROPS = "training without GTopK drops the gradients that it had kept in the optimizer's state"
 
 
+@uncompiled_methods
 class DataParallel(nn.Module):
     """Trains `module` on all ranks: each computes gradients of its own batch, which are averaged.
 
@@ -192,7 +194,7 @@ class DataParallel(nn.Module):
             self._mark(self._first)
 
     # ---- the training loop -------------------------------------------------------------------
-    @left_alone
+    @partial(uncompiled, inside=True)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         if not torch.is_grad_enabled():

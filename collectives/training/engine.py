@@ -214,9 +214,6 @@ class Engine:
         unit, arrivals = self.units[index], self._arrivals(index)
         self._refuse_written(unit.parameters, self._pending[index], checks.WRITTEN)
         first = next(arrivals)  # with the flags, which tell whether there are gradients
-        if self.gradients.users(index):
-            for first in arrivals:  # noqa: B007  # they are copied as a whole
-                pass
         del self._pending[index]
         kept = [parameter.grad is not None for parameter in unit.parameters]
         try:
@@ -235,12 +232,13 @@ class Engine:
             self.state = State.AVERAGED
 
     def _arrivals(self, index: int) -> Iterator[int]:
-        """Wait for a unit, and yield the addresses before which its gradients have arrived."""
-        base, flags = self.gradients.address(index), self.units[index].flags_nbytes
+        """Wait for a unit, and yield the addresses before which its gradients can be used."""
+        base, unit = self.gradients.address(index), self.units[index]
+        least = unit.nbytes if self.gradients.users(index) else unit.flags_nbytes
         try:
             for nbytes in self.lanes.arrivals(index):
                 self.moments.arrived()
-                if nbytes >= flags:
+                if nbytes >= least:
                     yield base + nbytes
         except CollectiveError:
             self.state = State.FAILED
@@ -284,9 +282,8 @@ class Engine:
 
     def _gradient(self) -> None:
         try:
-            self._on(Event.GRADIENT)
+            self._guarded(partial(self._on, Event.GRADIENT))
         except CollectiveError as error:
-            self.state = State.FAILED
             at_end(partial(throw, error))
 
     def _begin_rows(self) -> None:
@@ -320,10 +317,8 @@ class Engine:
 
     def _collected(self, index: int) -> None:
         self.lanes.collects(index)
-        try:
-            self.gradients.collect(index, self._had)
-        except CollectiveError as error:
-            self._fail(str(error))
+        if fault := self.gradients.collect(index, self._had):
+            self._fail(fault)
         self.moments.ready(index)
         self.lanes.ready(index)
 
@@ -382,8 +377,7 @@ class Engine:
     def _arrive_unchanged(self) -> None:
         self._guarded(self.lanes.wait_all)
         self.exchange.settle()
-        for index in range(len(self.units)):
-            self.gradients.show(index)
+        self.gradients.show()
 
     def _check_unchanged(self) -> None:
         """Raise if gradients were changed after the backward pass, while they were being sent."""
@@ -442,8 +436,7 @@ class Engine:
         """Carry out another program from the next step on. All ranks must call it."""
         if program.chained and (why := self.fault_of_chaining()):
             raise CollectiveError(why)
-        if self.state is State.PENDING:
-            self.finish()
+        self.complete()
         self.transport.open(program.lanes)
         self.lanes.close()
         self.program = program
@@ -531,7 +524,6 @@ class Engine:
             index: [parameter._version for parameter in unit.parameters]
             for index, unit in enumerate(self.units)
         }
-        self._passed = set()
         with torch.no_grad():
             update.rest(self.units)
 
@@ -547,7 +539,7 @@ class Engine:
                 self._fail(checks.LOCAL.format(self._layout.name_of(parameter), why))
 
     def _refuse(self) -> NoReturn:
-        self._fail(checks.UNREACHED)
+        self._fail(checks.unreached())
 
     # ---- waiting -----------------------------------------------------------------------------
     def synchronize(self) -> None:

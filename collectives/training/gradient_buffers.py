@@ -42,6 +42,13 @@ def slots_of(units: Sequence[Unit]) -> list[Slot]:
     return slots
 
 
+HELD = (
+    "the gradient of parameter {} of an earlier backward pass is still held by a tensor or an "
+    "array that shares its memory, such as p.grad.view(-1), p.grad.detach() or p.grad.numpy(), and "
+    "this pass would overwrite it: keep a clone() in its place"
+)
+
+
 class Gradient:
     """The gradient of a parameter in a buffer, and the tensor that is the parameter's `grad`.
 
@@ -64,23 +71,25 @@ class Gradient:
         self._at = 0  # where `grad` lies, once it has been collected
         self._versions = 0, 0
 
-    def collect(self, had: bool) -> None:
+    def collect(self, had: bool) -> str:
         """Bring `grad` into the buffer, zeros if it is None. had: whether there was one when the
-        backward pass began. Raises CollectiveError if a view of the last `grad` is still held."""
+        backward pass began. Returns why it cannot; empty if it can."""
         grad = self.parameter.grad
         self.found, self.users = grad is not None, False
-        if grad is None:
-            self._free()
-            self.view.zero_()
-        elif grad.data_ptr() != self.view.data_ptr():
-            self._free()
-            self.view.copy_(grad)
-            self.users = had
-            if not had:
-                self.parameter.grad = self._lend()
-            self._at = self.parameter.grad.data_ptr()
-        else:
+        if grad is not None and grad.data_ptr() == self.view.data_ptr():
             self._at = grad.data_ptr()
+            return ""
+        if not self._freed():
+            return HELD.format(self.name)
+        if grad is None:
+            self.view.zero_()
+            return ""
+        self.view.copy_(grad)
+        self.users = had
+        if not had:
+            self.parameter.grad = self._lend()
+        self._at = self.parameter.grad.data_ptr()
+        return ""
 
     def _lend(self) -> torch.Tensor:
         """The view that users have, which there is as long as somebody has it."""
@@ -90,23 +99,17 @@ class Gradient:
         self._lent = TensorWeakRef(view)
         return view
 
-    def _free(self) -> None:
-        """Before the buffer is overwritten: let nobody else have its memory."""
+    def _freed(self) -> bool:
+        """Before the buffer is overwritten: whether nobody else has its memory any more."""
         if holders(self._storage) == self._alone:
-            return
+            return True
         kept = self._lent()
         # more than Python may have it by its address
         if kept is not None and kept._use_count() == 1:  # type: ignore[attr-defined]
             kept.data = kept.clone()
             self._lent = _nothing
             self.view = self.view.data  # with a version of its own
-        if holders(self._storage) != self._alone:
-            raise CollectiveError(
-                f"the gradient of parameter {self.name} of an earlier backward pass is still held "
-                "by a tensor or an array that shares its memory, such as p.grad.view(-1), "
-                "p.grad.detach() or p.grad.numpy(), and this pass would overwrite it: keep a "
-                "clone() in its place"
-            )
+        return holders(self._storage) == self._alone
 
     def show(self, used: bool) -> None:
         """Let `grad` be what has arrived; None if no rank has used the parameter."""
@@ -184,8 +187,9 @@ class GradientBuffers:
         slot = self.slots[unit]
         return self.buffers[slot.buffer].data_ptr() + slot.first
 
-    def collect(self, unit: int, had: Container[int] = ()) -> None:
-        """Bring what lies in `grad` of the unit's parameters into the buffers.
+    def collect(self, unit: int, had: Container[int] = ()) -> str:
+        """Bring what lies in `grad` of the unit's parameters into the buffers. Returns why they
+        cannot be overwritten; empty if they can.
 
         A parameter without a gradient gets zeros and loses its flag; its `grad` stays None. `had`
         has the identities of the parameters that had a gradient when the backward pass began.
@@ -193,9 +197,11 @@ class GradientBuffers:
         flags = self._flags[unit]
         flags.fill_(1 if self._flagged else 0)
         for i, gradient in enumerate(self._gradients[unit]):
-            gradient.collect(id(gradient.parameter) in had)
+            if fault := gradient.collect(id(gradient.parameter) in had):
+                return fault
             if not gradient.found:
                 flags[i] = 0
+        return ""
 
     def seal(self) -> None:
         """All gradients have been collected, and shall stay as they are until they are shown."""
@@ -250,11 +256,12 @@ class GradientBuffers:
         every = iter([bool(use or next(arrive)) for use in used])
         self._told = [[next(every) for _ in unit] for unit in self._gradients]
 
-    def show(self, unit: int) -> None:
-        """Once a unit's flags have arrived, let `grad` be what arrives; None if no rank has used
-        the parameter. For tensors of the user's own all must have arrived."""
-        for gradient, used in self._used(unit):
-            gradient.show(used)
+    def show(self, unit: int | None = None) -> None:
+        """Once the flags of a unit, or of all, have arrived, let `grad` be what arrives; None if no
+        rank has used the parameter. For tensors of the user's own all must have arrived."""
+        for index in range(len(self.units)) if unit is None else [unit]:
+            for gradient, used in self._used(index):
+                gradient.show(used)
 
     def raw(self, buffer: int, first: int, stop: int) -> torch.Tensor:
         """Bytes [first, stop) of a buffer, as elements; writes there count as nobody's."""

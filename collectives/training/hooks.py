@@ -15,6 +15,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 
 from linkweave.collectives.errors import CollectiveError
+from linkweave.collectives.runtime.uncompiled import uncompiled
 
 
 class Hook:
@@ -24,6 +25,7 @@ class Hook:
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = WeakMethod(method)
 
+    @uncompiled
     def __call__(self, *args: Any) -> None:
         if method := self._method():
             method(*args)
@@ -45,8 +47,15 @@ def nothing(*_: Any) -> None:
     """What copies of hooks do, and what is called where nobody listens."""
 
 
-at_end: Any = torch.autograd.Variable._execution_engine.queue_callback
-"""Calls a function at the end of the backward pass of autograd that runs in this thread."""
+def at_end(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass of autograd that runs in this thread."""
+
+    @uncompiled
+    def call() -> None:
+        function()
+
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
 
 
 def in_backward() -> bool:
@@ -89,11 +98,3 @@ def compiled(module: nn.Module) -> bool:
         type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
         for part in module.modules()
     )
-
-
-def left_alone(function: Any) -> Any:
-    """A decorator: torch.compile does not compile the function, but what it calls. So does
-    torch.compiler.disable(recursive=False), whose import takes a second."""
-    skip, other = _dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT
-    _dynamo.set_code_exec_strategy(function.__code__, _dynamo._FrameExecStrategy(skip, other))
-    return function

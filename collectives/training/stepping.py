@@ -11,6 +11,7 @@ from torch import nn
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.runtime.uncompiled import uncompiled
 from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange
 from linkweave.collectives.training.hooks import Hook
@@ -226,6 +227,7 @@ def _attached(stepper: Stepper) -> type:
             """`type(optimizer)(...)` is another optimizer, which this stepper knows nothing of."""
             return kind(*args, **named)
 
+        @uncompiled
         def step(self, closure: Any = None) -> Any:
             self._opt_called = True  # what learning-rate schedulers look at
             return self.stepper.step(closure)
@@ -237,6 +239,7 @@ def _attached(stepper: Stepper) -> type:
         step.hooked = True  # type: ignore[attr-defined]  # so that torch does not wrap it again
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
+        @uncompiled
         def zero_grad(self, set_to_none: bool = True) -> None:
             if not set_to_none:  # gradients under way must not be overwritten
                 self.stepper.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import re
@@ -281,6 +282,37 @@ def test_another_backend_for_the_cpu() -> None:
     assert found == [("cpu:gloo,cuda:linkweave", True)] * 2
     assert run(2, of_each_device, backend="cpu:linkweave") == [("cpu:linkweave", False)] * 2
     assert run(2, both, backend="cpu:gloo,cuda:linkweave") == [True] * 2
+
+
+@in_group(2)
+def test_calls_in_compiled_functions(rank: int) -> None:
+    """They end a graph, and nothing of theirs is compiled; so is a whole step of DDP."""
+    torch.manual_seed(3)
+    net = torch.nn.Linear(6, 3)
+    plain = copy.deepcopy(net)
+    ddp = torch.nn.parallel.DistributedDataParallel(net)
+    mine, alone = (torch.optim.SGD(one.parameters(), 0.1) for one in (ddp, plain))
+
+    @torch.compile(backend="eager")
+    def call(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x * 2
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> None:
+        mine.zero_grad()
+        ddp(x).square().mean().backward()
+        mine.step()
+
+    for n in (10, 10, 33):
+        assert call(torch.ones(n)).tolist() == [4] * n
+    for _ in range(4):
+        x = torch.randn(4, 6)
+        step(x[rank::2])
+        alone.zero_grad()
+        plain(x).square().mean().backward()
+        alone.step()
+    torch.testing.assert_close([*net.parameters()], [*plain.parameters()])
 
 
 @pytest.mark.parametrize("machines", [(), (2, 1)])

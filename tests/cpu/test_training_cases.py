@@ -28,6 +28,7 @@ from training_models import (
 )
 from training_pair import Pair, net, pairs
 
+import linkweave
 from linkweave.collectives import DataParallel
 from linkweave.kernels import nvtx_ranges
 from tests.cpu.on_ranks import on_ranks
@@ -192,6 +193,34 @@ def test_compiled_modules(rank: int) -> None:
         state = {k.removeprefix("_orig_mod."): v for k, v in pair.model.state_dict().items()}
         assert apart(state, pair.alone.state_dict()) < 1e-13
         pair.model.close()
+
+
+@on_ranks(2)
+def test_calls_in_compiled_functions(rank: int) -> None:
+    @torch.compile(backend="eager")
+    def call(x: torch.Tensor) -> torch.Tensor:
+        linkweave.allreduce(x)
+        return 2 * linkweave.allgather(x)
+
+    for n in (10, 10, 33):
+        assert call(torch.full((n,), rank + 1.0)).tolist() == [[6.0] * n] * 2
+
+
+@on_ranks(2)
+def test_compiled_autograd_calls_no_hooks(rank: int) -> None:
+    inner = net()
+    optimizer = sgd(inner.parameters())
+    model = DataParallel(inner, optimizer)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        fast = torch.compile(step, backend="eager")
+        said = error_of(lambda: fast(images(0, 2)[0]))
+    assert "compiled autograd, which calls no hooks" in said
+    model.close()
 
 
 @on_ranks(2)

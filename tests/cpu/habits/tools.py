@@ -307,6 +307,23 @@ def layer_compiled(run: Run) -> None:
     run.train(model, optimizer)
 
 
+@habit("torch.compile of a function that makes the whole step", chained=COMPILED, only=TWO)
+def compiled_step(run: Run, model: Any, optimizer: Any) -> None:
+    """What calls other ranks is left alone, and the module is compiled."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for number in run.steps:
+        run.mean(f"loss {number}", step(*run.batch(number)))
+
+
 @habit("torch.jit.trace of the inner module, evaluated")
 def traced(run: Run, model: Any, optimizer: Any) -> None:
     for step in run.after_step(model, optimizer):
