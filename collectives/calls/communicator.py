@@ -342,7 +342,9 @@ class Communicator(Methods):
 
         All ranks must call it. Calls of several communicators may run at once; on GPUs every rank
         must make new kinds of calls on them in the same order. Tensors of `empty` are shared memory
-        on all of them. Closing this communicator also closes its splits.
+        on all of them. Calls on one communicator are made from one thread at a time: give each
+        thread a split. A split that is dropped keeps its memory and thread until this communicator
+        closes it.
         Raises CollectiveError on every rank.
         """
         self._submit(False, None, lambda calls: None)  # waits for asynchronous calls

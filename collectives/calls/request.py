@@ -209,4 +209,7 @@ def difference(notices: Sequence[Sequence[int]], refusals: dict[int, str]) -> st
     others = {(*row[:_COUNT], *row[_COUNT + 1 : _PARTS + 1]) for row in notices}
     if len(others) == 1 and KINDS[notices[0][_KIND]] == "allgather" and not notices[0][_PARTS]:
         asked += ". Parts of different lengths need counts=, the rows of each rank"
+    kinds = {KINDS[row[_KIND]] for row in notices}
+    if kinds == {"alltoall", "exchange"} and "told of its sizes" in texts:
+        asked += ". Splits that are given on one rank must be given on all"
     return f"the ranks' calls differ: {asked}"

@@ -65,6 +65,11 @@ def spawn(
     after the failure.
     """
     nprocs = integer(nprocs, "nprocs", 1)
+    if mp.current_process().daemon:
+        raise CollectiveError(
+            "spawn was called in a daemonic process, such as a worker of a pool or a DataLoader, "
+            "which may start no others: call it in the main process, or in one with daemon=False"
+        )
     gpus = None if device == "cpu" else gpus_of(device, nprocs)
     if virtual and gpus is None:
         raise CollectiveError("virtual ranks share a GPU: say device='cuda:0'")

@@ -119,6 +119,15 @@ def refuse_module(module: nn.Module) -> None:
             raise CollectiveError(
                 f"parameter {name} is a DTensor, which is divided between ranks already"
             )
+    for name, buffer in module.named_buffers():
+        if buffer.layout is torch.strided and any(
+            step == 0 and length > 1
+            for step, length in zip(buffer.stride(), buffer.shape, strict=True)
+        ):
+            raise CollectiveError(
+                f"elements of the buffer {name} share memory, as it is expanded, so that rank 0's "
+                "cannot be copied to it: register buffer.contiguous()"
+            )
     for name, parameter in module.named_parameters():
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         if any(isinstance(hook, Hook) and hook.of(Engine) for hook in hooks.values()):

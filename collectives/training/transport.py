@@ -385,7 +385,8 @@ def send(transport: Transport, tensors: Sequence[torch.Tensor], source: int = 0)
             devices.setdefault(tensor.device, []).append(tensor)
     with torch.no_grad():
         for same in devices.values():
-            flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in same]
+            plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in same]
+            flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in plain]
             whole = torch.cat(flat)
             transport.broadcast(whole, source)
             if transport.rank != source:

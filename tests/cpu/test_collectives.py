@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -440,6 +441,12 @@ def test_calls_while_torch_is_imported(rank: int) -> None:
     collectives.allreduce(x)
     values, where = kernels.topk_abs(x, 1)
     assert [*x.tolist(), float(values[0]), int(where[0])] == [2.0] * 5 + [0]
+
+
+def test_a_daemonic_process_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    with pytest.raises(CollectiveError, match="spawn was called in a daemonic process"):
+        collectives.spawn(int, 2)
 
 
 @on_ranks(2)

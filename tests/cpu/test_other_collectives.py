@@ -427,6 +427,8 @@ def test_a_call_that_fails_leaves_out_as_it_was(rank: int) -> None:
     assert "calls differ: " in said and "counts=" not in said
     out = np.zeros(3)
     assert "calls differ: " in error_of(comm.alltoall, x, None if rank == 1 else out)
+    said = error_of(comm.alltoall, x[:3], in_splits=[1, 1, 1] if rank == 1 else None)
+    assert "calls differ: " in said and "Splits that are given on one rank must be given on" in said
     assert "calls differ: " in error_of(comm.reduce_scatter, x, out=None if rank == 1 else out[:1])
     assert (out == 0).all()
 

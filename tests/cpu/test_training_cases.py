@@ -224,6 +224,22 @@ def test_compiled_autograd_calls_no_hooks(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_buffers_of_any_kind(rank: int) -> None:
+    """Conjugate and negative views are those of rank 0; an expanded one has no place for its."""
+    inner = net()
+    value = torch.tensor([1 + 2j, 3 - 1j]) * (1 if rank == 0 else 9)
+    inner.register_buffer("conjugate", value.conj())
+    inner.register_buffer("negative", value.conj().imag)
+    model = DataParallel(inner, sgd(inner.parameters()))
+    assert inner.conjugate.tolist() == [1 - 2j, 3 + 1j]
+    assert inner.negative.tolist() == [-2, 1]
+    model.close()
+    inner.register_buffer("wide", torch.zeros(1).expand(4))
+    said = error_of(lambda: DataParallel(inner, sgd(inner.parameters())))
+    assert "elements of the buffer wide share memory, as it is expanded" in said
+
+
+@on_ranks(2)
 def test_ranges_of_a_step(rank: int) -> None:
     """Units, all-reduces and lanes have ranges of NVTX and of torch.profiler."""
     seen: list[str] = []
