@@ -353,10 +353,10 @@ class Engine:
             self._rows_only, self.state = self.layouts, State.AVERAGED
             self._after(0)
             return
-        self.gradients.seal()
         self._passed = set()
         self._on(Event.SENT)
         if self.program.chained:
+            self.gradients.seal()
             self._versions = [p._version for unit in self.units for p in unit.parameters]
         else:
             self._arrive_unchanged()

@@ -272,7 +272,8 @@ class GradientBuffers:
 
 def apart(x: torch.Tensor) -> torch.Tensor:
     """The same memory in a storage of its own, which tells how many tensors share it."""
-    return from_dlpack(x)
+    storage = from_dlpack(x).untyped_storage()
+    return x.new_empty(0).set_(storage, 0, x.shape, x.stride())  # those of DLPack may differ
 
 
 def holders(storage: torch.UntypedStorage) -> int:

@@ -173,6 +173,17 @@ def test_memory_of_a_gradient_that_is_still_shared_is_not_overwritten(share: Any
     assert a_pass(gradients, 2).eq(2).all()
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 3), (4, 1, 2, 2), (3, 1), (1,), (), (0, 3)])
+def test_a_gradient_has_the_strides_of_its_parameter(shape: tuple[int, ...]) -> None:
+    """Also in dimensions of one element: a step for many tensors wants the same ones."""
+    gradients = GradientBuffers([unit(torch.float32, shape)], empty)
+    (weight,) = gradients.units[0].parameters
+    weight.grad = torch.ones(shape)
+    gradients.collect(0)
+    assert weight.grad.stride() == weight.stride()
+    assert weight.grad.shape == weight.shape
+
+
 def test_a_gradient_keeps_its_memory_format() -> None:
     conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     one = Unit("conv", ("weight",), (conv.weight,))
