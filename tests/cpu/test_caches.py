@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numba
 import pytest
@@ -23,7 +24,8 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("HOME", str(tmp_path / "file/home"))
     monkeypatch.setattr(caches, "HERE", tmp_path / "file/__pycache__")
     monkeypatch.setattr(caches, "temporary", lambda: tmp_path / "temporary")
-    yield tmp_path
+    with mock.patch.dict(os.environ):  # later tests would compile everything anew
+        yield tmp_path
     monkeypatch.undo()
     numba.config.reload_config()
 
