@@ -145,7 +145,7 @@ def _ms(schedule: Schedule) -> str:
 def planned(
     profile: Profile, network: Network, policy: str = "all", limit_s: float = 3.0
 ) -> list[Schedule]:
-    """The schedules of a policy, or of all and `auto`; searches end after `limit_s`."""
+    """The schedules of a policy, or of all and `auto`; the search ends after `limit_s`."""
     names = [*overlap.POLICIES, "auto"] if policy == "all" else [policy]
     found: list[Schedule] = []
     with Progress(
@@ -156,9 +156,7 @@ def planned(
                 same = next(one for one in found if one.policy == "optimal")
                 found.append(replace(same, policy=name))
                 continue
-            known = overlap.POLICIES.get(name)
-            limited = name == "auto" or (known is not None and known.searches)
-            given: dict[str, Any] = {"limit_s": limit_s} if limited else {}
+            given: dict[str, Any] = {"limit_s": limit_s} if name in ("auto", "optimal") else {}
             found.append(overlap.plan(profile, network, name, **given))
     return found
 

@@ -140,7 +140,7 @@ class Row:
 def plans(
     profile: overlap.Profile, network: overlap.Network, policies: Sequence[str]
 ) -> list[overlap.Schedule]:
-    limited = ("auto", "optimal", "carlier")
+    limited = ("auto", "optimal")
     return [
         overlap.plan(profile, network, name, **({"limit_s": SEARCH_S} if name in limited else {}))
         for name in policies

@@ -8,16 +8,12 @@ from typing import Any
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.policies import NAMED, Policy
-from linkweave.collectives.overlap.policies.carlier import carlier
 from linkweave.collectives.overlap.policies.optimal import optimal
 from linkweave.collectives.overlap.profile import Profile
 from linkweave.collectives.overlap.schedule import Schedule
 from linkweave.topology.checks import shown
 
-POLICIES = NAMED | {
-    name: Policy(search, chains=True, searches=True)
-    for name, search in (("carlier", carlier), ("optimal", optimal))
-}
+POLICIES = NAMED | {"optimal": Policy(optimal, chains=True)}
 AUTO_LIMIT_S = 3.0
 
 
@@ -25,7 +21,7 @@ def plan(profile: Profile, network: Network, policy: str = "auto", **options: An
     """Return the schedule of a policy, which receives the `options`.
 
     "auto" returns the best of all policies within a time limit (`limit_s`, in seconds). It is never
-    slower than a named policy, as it starts from all of them ("carlier" with a share of the time).
+    slower than a named policy, as it starts from all of them.
     Raises CollectiveError for an unknown policy or option.
     """
     if policy == "auto":

@@ -60,7 +60,7 @@ class DataParallel(nn.Module):
         policy measures and plans with that one; a `Schedule` is carried out from the first step on.
     chained: whether "auto" may choose schedules that chain a step with the next forward pass.
         Policies that chain by their nature, asked for by their name, do so in any case: c-cube,
-        bytescheduler, us-byte, dear, carlier, optimal.
+        bytescheduler, us-byte, dear, optimal.
     exchange: "dense", the average of all gradients, or `GTopK`, which sends the largest ones. What
         a rank has not sent is part of the optimizer's state_dict, which then differs between ranks.
     group: a `Communicator` or a ProcessGroup of torch.distributed; by default the default

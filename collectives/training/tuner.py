@@ -91,8 +91,8 @@ class Tuner:
         self._last: StepRecord | None = None
         self._tried: list[tuple[Schedule, float]] = []  # finalists and the seconds of their steps
         self.schedule: Schedule | None = None
-        self._before: _Recorded | None = None  # of the schedule before this one
         """What is carried out, with its predictions; None while times are being measured."""
+        self._before: _Recorded | None = None  # of the schedule before this one
         self._going: Generator[None, StepRecord | None, None] | None = None
         if isinstance(schedule, Schedule):
             self._adopt(self._suited(schedule))

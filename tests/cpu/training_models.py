@@ -129,7 +129,7 @@ def schedule_for(
     """A policy's schedule, in small pieces, so that tiny models have several all-reduces."""
     options: dict[str, dict[str, Any]] = {
         "bytescheduler": {"partition": 256, "credit": 2}, "us-byte": {"partition": 256},
-        "carlier": {"limit_s": 0.1}, "optimal": {"limit_s": 0.1},
+        "optimal": {"limit_s": 0.1},
     }  # fmt: skip
     found = overlap.plan(profile(model, *inputs), SLOW, policy, **options.get(policy, {}))
     return replace(found, **extra)

@@ -17,7 +17,6 @@ from linkweave.collectives.overlap import Communication, Layer, Network, Piece, 
 from linkweave.collectives.overlap.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from linkweave.collectives.overlap.policies.asc_wfbp import asc_wfbp, layer_types
 from linkweave.collectives.overlap.policies.bytescheduler import bytescheduler
-from linkweave.collectives.overlap.policies.carlier import best_order
 from linkweave.collectives.overlap.policies.fusion_dp import fusion_dp
 from linkweave.collectives.overlap.policies.mg_wfbp import mg_wfbp
 from linkweave.collectives.overlap.policies.optimal import EXACT, _by_two_phases, every_fusion
@@ -159,26 +158,6 @@ def test_fusion_is_the_best_of_all_contiguous_ones() -> None:
         assert found == pytest.approx(best, rel=1e-12), seed
 
 
-def test_carliers_order_is_the_best_of_all() -> None:
-    for seed in range(300):
-        rng = random.Random(seed)
-        jobs = [rng.randint(0, 30) for _ in range(rng.randint(1, 6))]
-        times = [rng.randint(1, 10) for _ in jobs]
-        tails = [rng.randint(0, 30) for _ in jobs]
-        value, order, proved = best_order(jobs, times, tails)
-
-        def end(order: tuple[int, ...], h: list[int] = jobs, t: list[int] = times,
-                q: list[int] = tails) -> int:  # fmt: skip
-            now = worst = 0
-            for i in order:
-                now = max(now, h[i]) + t[i]
-                worst = max(worst, now + q[i])
-            return worst
-
-        assert proved and sorted(order) == list(range(len(jobs)))
-        assert value == end(tuple(order)) == min(map(end, permutations(range(len(jobs))))), seed
-
-
 def test_every_fusion_is_the_best_of_all_ordered_partitions() -> None:
     """Of whole tensors, from 4 on; of up to 3 tensors cut into blocks that are layers here."""
     for seed in range(60):
@@ -205,7 +184,7 @@ def test_every_fusion_is_the_best_of_all_ordered_partitions() -> None:
 def test_the_optimum_never_loses_and_no_bound_is_above_a_schedule() -> None:
     for seed in range(300):
         profile, network = case(seed, 7 if seed % 5 else 14)
-        names = [name for name in overlap.POLICIES if name not in ("optimal", "carlier")]
+        names = [name for name in overlap.POLICIES if name != "optimal"]
         made = [overlap.plan(profile, network, name) for name in names]
         if seed % 20 == 0:
             made.append(overlap.plan(profile, network, "optimal", limit_s=0.1))
@@ -264,12 +243,11 @@ def at_random(profile: Profile, network: Network, rng: random.Random) -> Schedul
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches have 500 looks at the clock in a second, however busy the machine is."""
+    """The search has 500 looks at the clock in a second, however busy the machine is."""
     ticks = count()
     clock = SimpleNamespace(monotonic=lambda: next(ticks) / 500)
-    for name in ("carlier", "optimal"):
-        module = importlib.import_module(f"linkweave.collectives.overlap.policies.{name}")
-        monkeypatch.setattr(module, "time", clock)
+    module = importlib.import_module("linkweave.collectives.overlap.policies.optimal")
+    monkeypatch.setattr(module, "time", clock)
 
 
 def test_auto_is_never_slower_than_a_named_policy(ticking: None) -> None:
@@ -277,7 +255,7 @@ def test_auto_is_never_slower_than_a_named_policy(ticking: None) -> None:
         profile, network = overlap.model(name), overlap.network(net, 32)
         auto = overlap.plan(profile, network, limit_s=0.5)
         for policy in overlap.POLICIES:
-            options = {"limit_s": 0.1} if policy in ("optimal", "carlier") else {}
+            options = {"limit_s": 0.1} if policy == "optimal" else {}
             other = overlap.plan(profile, network, policy, **options)
             if policy != "optimal":
                 assert auto.predicted_seconds <= other.predicted_seconds * (1 + 1e-11), policy
@@ -379,7 +357,7 @@ def test_halves_on_two_lanes_share_the_network() -> None:
 # ---- simple cases --------------------------------------------------------------------------------
 @pytest.mark.parametrize("policy", overlap.POLICIES)
 def test_simple_cases(policy: str) -> None:
-    options = {"limit_s": 0.2} if policy in ("optimal", "carlier") else {}
+    options = {"limit_s": 0.2} if policy == "optimal" else {}
     one = Profile((Layer("only", 100, 1.0, 2.0),))
     made = overlap.plan(one, Network(0.5, 0.01, 2.0, 4), policy, **options)
     assert made.predicted_seconds == pytest.approx(2.0 + 0.5 + 1.0 + 1.0)

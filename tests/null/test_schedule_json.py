@@ -21,7 +21,7 @@ def sends(**changed: object) -> dict[str, object]:
 
 @pytest.mark.parametrize("policy", [*overlap.POLICIES, "auto"])
 def test_every_policys_schedule_is_read_back(policy: str) -> None:
-    options = {"limit_s": 0.2} if policy in ("auto", "optimal", "carlier") else {}
+    options = {"limit_s": 0.2} if policy in ("auto", "optimal") else {}
     made = overlap.plan(PROFILE, NETWORK, policy, **options)
     again = Schedule.from_json(made.to_json())
     assert again == made and again.predicted_seconds == made.predicted_seconds

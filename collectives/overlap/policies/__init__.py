@@ -30,8 +30,6 @@ class Policy:
     """Whether each unit is updated just before its next use, by the policy's nature."""
     whole: bool = False
     """Whether it sends layers whole, with their neighbours, as GTopK needs."""
-    searches: bool = False
-    """Whether it takes a time limit, `limit_s`."""
 
     def __call__(self, profile: Profile, network: Network, **options: Any) -> Schedule:
         return self.plan(profile, network, **options)
@@ -44,4 +42,4 @@ NAMED = {
     "c-cube": Policy(c_cube, chains=True), "fusion-dp": Policy(fusion_dp),
     "dear": Policy(dear, chains=True),
 }  # fmt: skip
-"""The policies that need no time limit; `carlier` and `optimal` search within one."""
+"""The policies that need no time limit; `optimal` searches within one."""

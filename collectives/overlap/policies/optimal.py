@@ -10,7 +10,6 @@ from itertools import pairwise
 from linkweave.collectives.overlap.communication import ALIGN, Communication, Piece
 from linkweave.collectives.overlap.network import Network
 from linkweave.collectives.overlap.policies import NAMED
-from linkweave.collectives.overlap.policies.carlier import carlier
 from linkweave.collectives.overlap.profile import MAX_NUMBER, Profile
 from linkweave.collectives.overlap.schedule import LANES, Schedule
 from linkweave.topology.checks import number
@@ -28,15 +27,14 @@ _PARTS = (1, 4, 16)  # parts on each lane of a streamed communication
 def optimal(profile: Profile, network: Network, limit_s: float = 10.0) -> Schedule:
     """Return the shortest of many schedules, found in about `limit_s` seconds.
 
-    These are the schedules of all named policies and of `carlier` (with a fifth of the time), all
-    fusions and orders of a few blocks (`every_fusion`), and many plans of `two_phases` on one or
-    more lanes. The note gives the gap to the lower bound and the loss of the best named policy.
+    These are the schedules of all named policies, all fusions and orders of a few blocks
+    (`every_fusion`), and many plans of `two_phases` on one or more lanes. The note gives the gap to
+    the lower bound and the loss of the best named policy.
     Raises CollectiveError.
     """
     number(limit_s, "limit_s", 0, MAX_NUMBER)
     deadline = time.monotonic() + limit_s
     named = [policy(profile, network) for policy in NAMED.values()]
-    named.append(carlier(profile, network, limit_s / 5))
     found = named.copy()
     exact = len(profile.layers) <= EXACT
     if exact:

@@ -32,8 +32,8 @@ class GTopK:
         each layer.
     mode: "gtopk" merges entries along a tree, and keeps the largest; "topk" gathers all ranks'
         entries; "auto" takes the one that is predicted to be the fastest for each all-reduce, or
-        the dense average (`overlap.sparse_seconds`): by the network that a schedule "auto" or a
-        policy's name has measured, else by the bytes on the critical path.
+        the dense average: by the network that a schedule "auto" or a policy's name has measured,
+        else by the bytes on the critical path.
     conserve: keep in a residual what a merge cuts of an index that arrives from elsewhere, which
         is lost in the paper. So nothing is lost, but training takes more steps.
     select: None for the largest entries, or `select(sums, k, step)`, which returns k different
