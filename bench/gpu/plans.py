@@ -110,11 +110,11 @@ def algorithms(
         with meter.ranks(len(topology.gpus)) as ranks:
             for algorithm in candidates(topology):
                 for apart, seen, nbytes in product((False, True), (True, False), sizes):
+                    plan = plan_allreduce(topology, nbytes, algorithm)
                     try:
-                        plan = plan_allreduce(topology, nbytes, algorithm)
                         width_of(plan, ranks.occupancy("float32", "sum"))
-                    except CollectiveError as error:  # not here, or too many blocks
-                        skipped.append(f"{name} {algorithm}: {error}")
+                    except CollectiveError as error:  # all ranks of a machine on one GPU
+                        skipped.append(f"{algorithm} on {name}: {error}")
                         break
                     check(meter, ranks, plan, nbytes, "float32", "sum", apart, seen)
                     done += 1

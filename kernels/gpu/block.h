@@ -25,13 +25,14 @@ __device__ __forceinline__ u64 warp_of_grid() {
 }
 
 // The sum over earlier warps of `v`, which is the same in all threads of a warp; `total` receives
-// the sum over all warps. `scratch` has WARPS elements.
-template <class T> __device__ __forceinline__ T scan_warps(T* scratch, T v, T& total) {
+// the sum over all warps. `scratch` has WARPS elements, of which AT_ONCE are in registers at once.
+template <int AT_ONCE = WARPS, class T>
+__device__ __forceinline__ T scan_warps(T* scratch, T v, T& total) {
     const u32 warp = threadIdx.x / WARP;
     if (threadIdx.x % WARP == 0) scratch[warp] = v;
     __syncthreads();
     T before = 0, sum = 0;
-#pragma unroll
+#pragma unroll AT_ONCE
     for (u32 w = 0; w < WARPS; ++w) {
         const T each = w < warps_per_block() ? scratch[w] : 0;
         before += w < warp ? each : 0;
@@ -43,10 +44,11 @@ template <class T> __device__ __forceinline__ T scan_warps(T* scratch, T v, T& t
 }
 
 // Exclusive prefix sum of `v` over the threads; `total` receives the sum over all threads.
-template <class T> __device__ __forceinline__ T scan(T* scratch, T v, T& total) {
+template <int AT_ONCE = WARPS, class T>
+__device__ __forceinline__ T scan(T* scratch, T v, T& total) {
     T sum;
     const T before = scan_warp(v, sum);
-    return scan_warps(scratch, sum, total) + before;
+    return scan_warps<AT_ONCE>(scratch, sum, total) + before;
 }
 
 // The sum of `counts` [number], in all threads.

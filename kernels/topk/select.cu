@@ -62,11 +62,11 @@ __device__ __forceinline__ void take_keys(const Select& a) {
     each_key(a, items, [&](u32 key) {
         mine += u64(key > step.prefix) << 32 | u64(key == step.prefix);
     });
-    u64 sum_more, sum_upto;
-    scan(scratch.sums, more, sum_more);
-    scan(scratch.sums, upto, sum_upto);
+    u64 sum_more, sum_upto;  // 16 words of 64 bits at once would spill there as well
+    scan<8>(scratch.sums, more, sum_more);
+    scan<8>(scratch.sums, upto, sum_upto);
     scan_warp(mine, total);
-    const u64 before = scan_warps(scratch.sums, total, total);
+    const u64 before = scan_warps<8>(scratch.sums, total, total);
     u64 above = sum_more + (before >> 32), equal = sum_upto - sum_more + u32(before);
     const u32 width = warp_size();
     for (u64 first = 0; first < items.number; first += width) {

@@ -54,9 +54,11 @@ def test_cpu_ranks_pass(tmp_path: Path) -> None:
 def test_every_verdict_has_its_exit_status() -> None:
     fine = Found("a", "ok", 1.0, "3 results")
     out = Found("b", "left out", 0.1, "torch is not installed")
+    some = Found("d", "partly", 1.0, "84 results; left out: packed_trees")
     wrong = Found("c", "FAIL", 2.0, "1 wrong bytes", "send us the file")
     assert verdict([], [fine]) == ("PASS", 0)
     assert verdict([], [fine, out]) == ("PASS except b (torch is not installed)", 3)
+    assert verdict([], [fine, some]) == ("PASS except d (84 results; left out: packed_trees)", 3)
     assert verdict([], [fine, out, wrong]) == ("FAIL: c: 1 wrong bytes; send us the file", 1)
     assert verdict(["memfd: refused; allow it"], [fine]) == ("FAIL: memfd: refused; allow it", 1)
     assert str(wrong).split() == ["FAIL", "2.0", "s", "c:", "1", "wrong", "bytes", "->", "send",
@@ -241,6 +243,55 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         found = ended(named("algorithms"))
     assert found.state == "FAIL" and found.detail.endswith("1 wrong bytes")
     assert found.remedy == selftest.REPORT
+
+
+@needs_compiler
+def test_plans_that_do_not_fit_are_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is too small for 8 ranks; a planner that fails is a failure."""
+    one = partial(algorithms, machines=("dgx1-v100",), sizes=(4,))
+    monkeypatch.setattr(selftest.plans, "algorithms", one)
+    with gpus(monkeypatch, lambda index: HostDevice(index=index, multiprocessors=42)):
+        found = ended(named("algorithms"))
+        assert found.state == "partly" and " results; left out: " in found.detail, found
+        assert "packed_trees on dgx1-v100: packed_trees needs " in found.detail
+        monkeypatch.setattr("linkweave.bench.gpu.plans.plan_allreduce", broken)
+        assert ended(named("algorithms")).state == "FAIL"
+
+
+def broken(*_: Any) -> Any:
+    raise CollectiveError("no plan today")
+
+
+def from_end_to_end(monkeypatch: pytest.MonkeyPatch, *tests: Row) -> tuple[int, str]:
+    """The exit status of the whole command with these tests, and its last line."""
+    out = io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(selftest, "look", lambda: {"checks": [], "gpus": 0})
+        patch.setattr(selftest, "tests", lambda gpus: iter(tests))
+        status = selftest.run("all", out)
+    return status, out.getvalue().splitlines()[-1].split(" s. ")[1]
+
+
+@needs_compiler
+def test_faults_end_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its exit status, and a last line that names the test and what to do."""
+    one = partial(algorithms, machines=("mesh-3",), sizes=(4036,))
+    monkeypatch.setattr(selftest.plans, "algorithms", one)
+    monkeypatch.setattr(selftest, "CupyArrays", HostArrays)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "START_S", 0.3)
+        stuck = Row("stuck", "selftest", 0.1, hung, "look there")
+        status, last = from_end_to_end(monkeypatch, stuck)
+    assert (status, last) == (selftest.FAIL, "FAIL: stuck: no result after 1 s; look there")
+    with gpus(monkeypatch, Choosy):
+        status, last = from_end_to_end(monkeypatch, named("processes by IPC, threads"))
+    assert status == selftest.FAIL
+    assert last.startswith("FAIL: GPU 0, processes by IPC, threads, 2: ") and "--ipc=host" in last
+    with gpus(monkeypatch, lambda index: Wrong(index=index)):
+        status, last = from_end_to_end(monkeypatch, named("algorithms"))
+    assert status == selftest.FAIL
+    assert last.startswith("FAIL: GPU 0, algorithms: Failed: two_shot 4036 bytes float32 sum, rank")
+    assert last.endswith(f": 1 wrong bytes; {selftest.REPORT}")
 
 
 # ---- from end to end -----------------------------------------------------------------------------
