@@ -32,7 +32,8 @@ from linkweave.bench.peers import (
 )
 from linkweave.bench.timing import machine, schedule
 from linkweave.collectives.calls.communicator import get_default
-from linkweave.collectives.planning.planner import choose, predict
+from linkweave.collectives.planning.plan import Plan
+from linkweave.collectives.planning.planner import choose, plan_allreduce, predict
 from linkweave.collectives.runtime.cpu.cores import past_caches
 from linkweave.topology import Topology
 
@@ -63,6 +64,9 @@ class Row:
     ratio: float | None
     """The time of the faster gloo, or of NCCL, over this one's in the same round; median over the
     rounds."""
+    algorithm: str = ""
+    """Of an all-reduce of linkweave, by which `--measured` knows it."""
+    num_chunks: int = 0
 
     def __str__(self) -> str:
         ratio = f"{self.ratio:8.2f}" if self.ratio is not None else f"{'-':>8}"
@@ -207,7 +211,12 @@ def _measured(
         states += [_state(comm)] if on_cpu else []
     timed_only = {name: rounds[1:] for name, rounds in found.items()}
     told = [past for past in states if past is not None]
-    return _rows(kind, size, settings, timed_only, wrong, told, peer) if comm.rank == 0 else []
+    if comm.rank:
+        return []
+    plan = None
+    if kind == "allreduce":
+        plan = plan_allreduce(comm.topology_for(libraries[0][1][0]), size)
+    return _rows(kind, size, settings, timed_only, wrong, told, peer, plan)
 
 
 def _state(comm: Any) -> bool | None:
@@ -252,7 +261,7 @@ def torch_rank(
 
 def _rows(
     kind: str, size: int, settings: Settings, found: dict[str, list[list[float]]],
-    wrong: dict[str, int], states: list[bool], peer: str = "gloo",
+    wrong: dict[str, int], states: list[bool], peer: str = "gloo", plan: Plan | None = None,
 ) -> list[Row]:  # fmt: skip
     state = f"past {sum(states)}/{len(states)}" if states else ""
     # the model of a GPU machine says nothing about CPU ranks
@@ -280,6 +289,7 @@ def _rows(
                 name, seconds * 1e6, algbw, algbw * busbw(kind, n), wrong[name],
                 model if name.startswith("linkweave") else None, state,
                 min(medians) * 1e6, max(medians) * 1e6, ratio,
+                *([plan.algorithm, plan.num_chunks] if plan and name == "linkweave" else []),
             )
         )  # fmt: skip
     return rows

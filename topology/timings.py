@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,6 +41,40 @@ def parse_timings(text: str, machine: str, where: str) -> tuple[Timing, ...]:
     if data.get("topology") != machine:
         raise TopologyError(f"{where}: times of {str(data.get('topology'))[:80]}, not of {machine}")
     return records(Timing, data.get("rows"), f"{where}: rows")
+
+
+def looks_like_collectives(text: str) -> bool:
+    """Whether this is the JSON of `linkweave bench collectives`."""
+    return text.lstrip("\ufeff \t\r\n").startswith("{") and '"benchmark": "collectives"' in text
+
+
+def parse_collectives(
+    text: str, machine: str, size: int, device: str, where: str
+) -> tuple[Timing, ...]:
+    """Read that JSON: all-reduces of linkweave by the algorithm that it took, and NCCL's. Raises
+    TopologyError if it is malformed, without any, or of another machine."""
+    try:
+        data = json.loads(text)
+        ranks, on, name = data["ranks"], data["device"], data["topology"]
+        rows = [row for row in data["rows"] if row["collective"] == "allreduce"]
+        mine = [
+            {
+                "algorithm": row["library"] if row["library"] == "nccl" else row["algorithm"],
+                "nbytes": row["size"], "num_chunks": row.get("num_chunks") or 1,
+                "seconds": row["time_us"] / 1e6,
+            }
+            for row in rows if row["library"] in ("nccl", "linkweave")
+        ]  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TopologyError(f"{where}: no JSON of bench collectives: {error!r}") from None
+    if (ranks, on) != (size, device) or name not in ("auto", machine):
+        raise TopologyError(
+            f"{where}: times of {ranks} {on} ranks of {str(name)[:80]}, not of {size} {device} "
+            f"ranks of {machine}"
+        )
+    if not mine:
+        raise TopologyError(f"{where}: no all-reduces of linkweave or NCCL")
+    return records(Timing, mine, f"{where}: rows")
 
 
 def measured_seconds(

@@ -149,8 +149,8 @@ ChunksOption = Annotated[
 ]
 MeasuredOption = Annotated[
     str | None,
-    typer.Option(help="A file of measured figures to use: what bench links or bench algorithms "
-                      "wrote, p2pBandwidthLatencyTest or nccl-tests printed."),
+    typer.Option(help="A file of measured figures to use: what bench links, bench algorithms "
+                      "or bench collectives wrote, p2pBandwidthLatencyTest or nccl-tests printed."),
 ]  # fmt: skip
 ToOption = Annotated[
     tuple[str, Path] | None,

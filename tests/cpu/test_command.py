@@ -355,6 +355,15 @@ def test_figures_of_gpus_are_what_a_group_reads(
     monkeypatch.setenv("LINKWEAVE_CUDA", str(path))
     found = CudaEngine.choose(2, True)
     assert found.takes(kind, 4096) and not found.takes(kind, 4100)
+    if kind == "allreduce":  # --measured takes the same file
+        timings = topology.load("mesh-2", path.read_text()).timings
+        assert [(t.algorithm, t.nbytes) for t in timings] == [
+            (rows[0].algorithm, 4096), ("nccl", 4096)
+        ]  # fmt: skip
+        assert all(t.seconds == pytest.approx(rows[0].time_us / 1e6) for t in timings)
+    else:
+        with pytest.raises(topology.TopologyError, match="no all-reduces of linkweave or NCCL"):
+            topology.load("mesh-2", path.read_text())
 
 
 WANTED = {  # of four elements on two ranks: 0 1 2 3 and 1 2 3 4, or 0 1 and 1 2

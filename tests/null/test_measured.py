@@ -351,7 +351,7 @@ def test_json_of_another_shape_is_refused(change: dict, words: str) -> None:
         ('{"format": "linkweave-links",\n "version": }', "line 2 column 13"),
         ('{"a": ' + "[" * 100_000, "measured figures: "),
         ('{"a": ' + "9" * 5000 + "}", "measured figures: "),
-        ("GPU0 GPU1\n1 2\n", "neither the JSON of linkweave bench links or algorithms nor"),
+        ("GPU0 GPU1\n1 2\n", "neither the JSON of linkweave bench links, algorithms or"),
         ("<system/>", "neither the JSON"),
         ("Bidirectional P2P=Enabled Bandwidth Matrix (GB/s)\n", "neither the JSON"),
     ],

@@ -43,6 +43,34 @@ def timed(*timings: Timing, name: str = "cpu-4") -> Topology:
     return replace(load(name), timings=timings)
 
 
+COLLECTIVES: dict[str, Any] = {
+    "benchmark": "collectives", "ranks": 4, "device": "cpu", "topology": "auto", "rows": [
+        {"collective": "allreduce", "library": "linkweave", "algorithm": "chain", "size": 1024,
+         "num_chunks": 4, "time_us": 10.0},
+        {"collective": "allreduce", "library": "gloo", "algorithm": "", "size": 1024,
+         "num_chunks": 0, "time_us": 9.0},
+        {"collective": "broadcast", "library": "linkweave", "algorithm": "", "size": 1024,
+         "num_chunks": 0, "time_us": 5.0},
+    ],
+}  # fmt: skip
+
+
+def test_times_of_collectives_are_read() -> None:
+    """All-reduces of linkweave, by the algorithm that it took."""
+    found = load("cpu-4", json.dumps(COLLECTIVES)).timings
+    assert found == (Timing("chain", 1024, 4, 1e-5),)
+    for change, words in (
+        ({"ranks": 8}, "times of 8 cpu ranks of auto, not of 4 cpu ranks of cpu-4"),
+        ({"device": "cuda"}, "times of 4 cuda ranks of auto, not of 4 cpu ranks"),
+        ({"topology": "dgx1"}, "times of 4 cpu ranks of dgx1, not of"),
+        ({"rows": COLLECTIVES["rows"][1:]}, "no all-reduces of linkweave or NCCL"),
+        ({"rows": [{"collective": "allreduce"}]}, "no JSON of bench collectives: KeyError"),
+        ({"rows": None}, "no JSON of bench collectives: TypeError"),
+    ):
+        with pytest.raises(TopologyError, match=words):
+            load("cpu-4", json.dumps({**COLLECTIVES, **change}))
+
+
 def recorded(ranks: int) -> Path:
     (path,) = (ROOT / "bench/results").glob(f"algorithms-cpu-{ranks}-*.json")
     return path

@@ -17,7 +17,12 @@ from itertools import pairwise
 
 from linkweave.topology.checks import TopologyError, integer, number, read_format, records
 from linkweave.topology.graph import DIRECT, FASTEST, KINDS, LARGEST, GpuId, Link, Vertex
-from linkweave.topology.timings import looks_like_timings, parse_timings
+from linkweave.topology.timings import (
+    looks_like_collectives,
+    looks_like_timings,
+    parse_collectives,
+    parse_timings,
+)
 from linkweave.topology.topology import Topology
 
 FORMAT = "linkweave-links"
@@ -78,14 +83,18 @@ def overlay(topology: Topology, text: str, where: str) -> Topology:
     """
     if looks_like_timings(text):
         return replace(topology, timings=parse_timings(text, topology.name, where))
+    if looks_like_collectives(text):
+        kind = "cpu" if topology.on_memory else "cuda"
+        found = parse_collectives(text, topology.name, len(topology.gpus), kind, where)
+        return replace(topology, timings=found)
     if looks_like_p2p(text):
         figures = _parse_p2p(text, where)
     elif text.lstrip("\ufeff \t\r\n").startswith("{"):
         figures = _parse_json(text, where)
     else:
         raise TopologyError(
-            f"{where}: neither the JSON of linkweave bench links or algorithms nor what "
-            "p2pBandwidthLatencyTest or, on the command line, nccl-tests print"
+            f"{where}: neither the JSON of linkweave bench links, algorithms or collectives nor "
+            "what p2pBandwidthLatencyTest or, on the command line, nccl-tests print"
         )
     if figures.machine and figures.machine.startswith("cpu-") != topology.on_memory:
         raise TopologyError(
