@@ -81,7 +81,6 @@ class Engine:
         self._pending: dict[int, list[int]] = {}  # units to be updated: versions of parameters
         self._passed: set[int] = set()  # units that a forward pass has left pending
         self._left: list[int] = []  # parameters of each unit whose gradients are to come
-        self._had: set[int] = set()  # parameters that had gradients before the backward pass
         self._versions: list[int] = []  # of parameters, as long as gradients are under way
 
     @property
@@ -215,17 +214,14 @@ class Engine:
         self._refuse_written(unit.parameters, self._pending[index], checks.WRITTEN)
         first = next(arrivals)  # with the flags, which tell whether there are gradients
         del self._pending[index]
-        kept = [parameter.grad is not None for parameter in unit.parameters]
+        lent = self.gradients.lent(index)
         try:
-            with profiled(f"update {unit.name}"), self._stepper.at_work():
-                self.gradients.show(index)
+            with profiled(f"update {unit.name}"), self._stepper.at_work(), lent:
                 self._stepper.update.part(unit.parameters, chain([first], arrivals))
         except CollectiveError:
             raise
         except BaseException as error:  # parameters may differ from those of the other ranks
             self._fail(f"{error!r} ended the update of {unit.name}", error)
-        for parameter in (p for p, keep in zip(unit.parameters, kept, strict=True) if not keep):
-            parameter.grad = None  # zero_grad has been called since
         self._passed.discard(index)
         self.moments.updated(index)
         if not self._pending:
@@ -233,12 +229,11 @@ class Engine:
 
     def _arrivals(self, index: int) -> Iterator[int]:
         """Wait for a unit, and yield the addresses before which its gradients can be used."""
-        base, unit = self.gradients.address(index), self.units[index]
-        least = unit.nbytes if self.gradients.users(index) else unit.flags_nbytes
+        base, flags = self.gradients.address(index), self.units[index].flags_nbytes
         try:
             for nbytes in self.lanes.arrivals(index):
                 self.moments.arrived()
-                if nbytes >= least:
+                if nbytes >= flags:
                     yield base + nbytes
         except CollectiveError:
             self.state = State.FAILED
@@ -261,7 +256,6 @@ class Engine:
             at_end(partial(throw, error))
         else:
             at_end(partial(self._end, before))
-            self._had = {id(p) for p in self._layout.parameters if p.grad is not None}
 
     def _begin(self) -> None:
         """The first gradient has been accumulated: torch.autograd.grad accumulates none."""
@@ -317,8 +311,7 @@ class Engine:
 
     def _collected(self, index: int) -> None:
         self.lanes.collects(index)
-        if fault := self.gradients.collect(index, self._had):
-            self._fail(fault)
+        self.gradients.collect(index)
         self.moments.ready(index)
         self.lanes.ready(index)
 
@@ -353,6 +346,8 @@ class Engine:
             self._rows_only, self.state = self.layouts, State.AVERAGED
             self._after(0)
             return
+        if fault := self.gradients.fault():
+            self._fail(fault)
         self._passed = set()
         self._on(Event.SENT)
         if self.program.chained:

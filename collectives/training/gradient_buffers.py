@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 from torch.utils.weak import TensorWeakRef
 
 from linkweave.collectives.errors import CollectiveError
@@ -42,102 +42,58 @@ def slots_of(units: Sequence[Unit]) -> list[Slot]:
     return slots
 
 
-HELD = (
-    "the gradient of parameter {} of an earlier backward pass is still held by a tensor or an "
-    "array that shares its memory, such as p.grad.view(-1), p.grad.detach() or p.grad.numpy(), and "
-    "this pass would overwrite it: keep a clone() in its place"
-)
-
-
 class Gradient:
-    """The gradient of a parameter in a buffer, and the tensor that is the parameter's `grad`.
-
-    A tensor that is `grad` when a backward pass begins stays that, and what arrives is copied to
-    it. In place of one that the pass makes, `grad` is a view of the buffer. If somebody still has
-    that view when a later pass is to overwrite the buffer, it gets memory of its own, so that it
-    keeps its values.
+    """The gradient of a parameter: `part` of a buffer, which is sent, and the tensor that is the
+    parameter's `grad`, which is the user's. What has arrived is copied to that, as in DDP.
     """
 
     def __init__(self, parameter: Any, name: str, part: torch.Tensor) -> None:
-        self.parameter, self.name = parameter, name
-        self.view = apart(part)
-        self._storage = self.view.untyped_storage()
-        self._alone = holders(self._storage)
-        self._lent: Callable[[], torch.Tensor | None] = _nothing
+        self.parameter, self.name, self.part = parameter, name, part
         self.found = False
         """Whether this rank has a gradient."""
-        self.users = False
-        """Whether `grad` is a tensor of the user's own."""
-        self._at = 0  # where `grad` lies, once it has been collected
-        self._versions = 0, 0
+        self._grad: Callable[[], torch.Tensor | None] = _nothing
+        self._version = 0
 
-    def collect(self, had: bool) -> str:
-        """Bring `grad` into the buffer, zeros if it is None. had: whether there was one when the
-        backward pass began. Returns why it cannot; empty if it can."""
+    def collect(self) -> None:
+        """Copy `grad` to the buffer; zeros if it is None."""
         grad = self.parameter.grad
-        self.found, self.users = grad is not None, False
-        if grad is not None and grad.data_ptr() == self.view.data_ptr():
-            self._at = grad.data_ptr()
-            return ""
-        if not self._freed():
-            return HELD.format(self.name)
+        self.found = grad is not None
         if grad is None:
-            self.view.zero_()
-            return ""
-        self.view.copy_(grad)
-        self.users = had
-        if not had:
-            self.parameter.grad = self._lend()
-        self._at = self.parameter.grad.data_ptr()
-        return ""
+            self.part.zero_()
+            self._grad = _nothing
+        else:
+            self.part.copy_(grad)
+            self._grad = TensorWeakRef(grad)  # so that zero_grad frees it
 
-    def _lend(self) -> torch.Tensor:
-        """The view that users have, which there is as long as somebody has it."""
-        if (known := self._lent()) is not None:
-            return known
-        view = self.view.detach()  # which shares the version, so that writes are noticed
-        self._lent = TensorWeakRef(view)
-        return view
+    def seal(self) -> None:
+        grad = self._grad()
+        self._version = 0 if grad is None else grad._version
 
-    def _freed(self) -> bool:
-        """Before the buffer is overwritten: whether nobody else has its memory any more."""
-        if holders(self._storage) == self._alone:
-            return True
-        kept = self._lent()
-        # more than Python may have it by its address
-        if kept is not None and kept._use_count() == 1:  # type: ignore[attr-defined]
-            kept.data = kept.clone()
-            self._lent = _nothing
-            self.view = self.view.data  # with a version of its own
-        return holders(self._storage) == self._alone
+    def written(self) -> bool:
+        """Whether torch has written to `grad` since `seal`."""
+        grad = self._grad()
+        return grad is not None and grad._version != self._version
+
+    def replaced(self) -> bool:
+        """Whether `grad` is no more what was collected."""
+        return self.parameter.grad is not self._grad()
 
     def show(self, used: bool) -> None:
         """Let `grad` be what has arrived; None if no rank has used the parameter."""
+        grad = self.give()
         if not used:
-            self.parameter.grad = None
-        elif self.users and self._is_grad():
-            self.parameter.grad.data.copy_(self.view)  # which nobody's version notices
-        else:
-            self.parameter.grad = self._lend()
+            grad = None
+        elif grad is None:
+            grad = self.part.clone()
+        if self.parameter.grad is not grad:
+            self.parameter.grad = grad
 
-    def _is_grad(self) -> bool:
-        grad = self.parameter.grad
-        return grad is not None and grad.data_ptr() == self._at
-
-    def seal(self) -> None:
-        self._versions = self._read()
-
-    def _read(self) -> tuple[int, int]:
-        own = self.users and self._is_grad()
-        return self.view._version, self.parameter.grad._version if own else self._versions[1]
-
-    def written(self) -> bool:
-        """Whether torch has written to the gradient since `seal`."""
-        return self._read() != self._versions
-
-    def replaced(self) -> bool:
-        """Whether `grad` is no more what `collect` left there."""
-        return not self._is_grad() if self.found else self.parameter.grad is not None
+    def give(self) -> torch.Tensor | None:
+        """Copy what has arrived to the tensor that was collected, if somebody has it."""
+        grad, self._grad = self._grad(), _nothing
+        if grad is not None:
+            grad.data.copy_(self.part)  # which nobody's version notices
+        return grad
 
 
 class GradientBuffers:
@@ -187,20 +143,30 @@ class GradientBuffers:
         slot = self.slots[unit]
         return self.buffers[slot.buffer].data_ptr() + slot.first
 
-    def collect(self, unit: int, had: Container[int] = ()) -> str:
-        """Bring what lies in `grad` of the unit's parameters into the buffers. Returns why they
-        cannot be overwritten; empty if they can.
+    def collect(self, unit: int) -> None:
+        """Copy `grad` of the unit's parameters into the buffers.
 
-        A parameter without a gradient gets zeros and loses its flag; its `grad` stays None. `had`
-        has the identities of the parameters that had a gradient when the backward pass began.
+        A parameter without a gradient gets zeros and loses its flag; its `grad` stays None.
         """
         flags = self._flags[unit]
         flags.fill_(1 if self._flagged else 0)
         for i, gradient in enumerate(self._gradients[unit]):
-            if fault := gradient.collect(id(gradient.parameter) in had):
-                return fault
+            gradient.collect()
             if not gradient.found:
                 flags[i] = 0
+
+    def fault(self) -> str:
+        """What is wrong with the gradients that were collected; empty if nothing is."""
+        seen: dict[int, Gradient] = {}
+        for gradient in self._every():
+            grad = gradient.parameter.grad
+            if grad is None or not grad.numel():
+                continue
+            if (other := seen.setdefault(grad.data_ptr(), gradient)) is not gradient:
+                return (
+                    f"p.grad of {other.name} and of {gradient.name} are one tensor, in which their "
+                    "gradients are added up before they are averaged: give each its own"
+                )
         return ""
 
     def seal(self) -> None:
@@ -216,10 +182,6 @@ class GradientBuffers:
         """Whether a gradient was written to since `seal`, or is no more its parameter's `grad`."""
         return any(gradient.written() or gradient.replaced() for gradient in self._every())
 
-    def users(self, unit: int) -> bool:
-        """Whether what arrives is copied to tensors of the user's own."""
-        return any(gradient.users for gradient in self._gradients[unit])
-
     def _every(self) -> Iterator[Gradient]:
         return chain.from_iterable(self._gradients)
 
@@ -227,7 +189,7 @@ class GradientBuffers:
         """Each parameter with its gradient, once the unit's flags have arrived; None if no rank has
         one."""
         for gradient, used in self._used(unit):
-            yield gradient.parameter, gradient.view if used else None
+            yield gradient.parameter, gradient.part if used else None
 
     def _used(self, unit: int) -> Iterator[tuple[Gradient, bool]]:
         """Each gradient of the unit, and whether some rank has one."""
@@ -251,35 +213,36 @@ class GradientBuffers:
     def tell(self, used: Sequence[float]) -> None:
         """What arrives is of parameters that some rank has used, and of those of which something
         arrives all the same."""
-        rare = [one.view.any() for one, use in zip(self._every(), used, strict=True) if not use]
+        rare = [one.part.any() for one, use in zip(self._every(), used, strict=True) if not use]
         arrive = iter(torch.stack(rare).tolist() if rare else ())
         every = iter([bool(use or next(arrive)) for use in used])
         self._told = [[next(every) for _ in unit] for unit in self._gradients]
 
-    def show(self, unit: int | None = None) -> None:
-        """Once the flags of a unit, or of all, have arrived, let `grad` be what arrives; None if no
-        rank has used the parameter. For tensors of the user's own all must have arrived."""
-        for index in range(len(self.units)) if unit is None else [unit]:
-            for gradient, used in self._used(index):
+    def show(self) -> None:
+        """Once all have arrived, let `grad` be what arrives; None if no rank has used the
+        parameter."""
+        for unit in range(len(self.units)):
+            for gradient, used in self._used(unit):
                 gradient.show(used)
+
+    @contextmanager
+    def lent(self, unit: int) -> Iterator[None]:
+        """Once the unit's flags have arrived, let each `grad` be its part of the buffer inside, and
+        afterwards what it was, to which all that has arrived is copied."""
+        gradients = [*self._used(unit)]
+        kept = [gradient.parameter.grad for gradient, _ in gradients]
+        for gradient, used in gradients:
+            gradient.parameter.grad = gradient.part if used else None
+        yield
+        for (gradient, _), grad in zip(gradients, kept, strict=True):
+            gradient.give()
+            gradient.parameter.grad = grad
 
     def raw(self, buffer: int, first: int, stop: int) -> torch.Tensor:
         """Bytes [first, stop) of a buffer, as elements; writes there count as nobody's."""
         whole = self.buffers[buffer]
         size = whole.element_size()
         return whole.data[first // size : stop // size]
-
-
-def apart(x: torch.Tensor) -> torch.Tensor:
-    """The same memory in a storage of its own, which tells how many tensors share it."""
-    storage = from_dlpack(x).untyped_storage()
-    return x.new_empty(0).set_(storage, 0, x.shape, x.stride())  # those of DLPack may differ
-
-
-def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors and other owners share it; known to torch alone."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
 
 
 def _nothing() -> None:

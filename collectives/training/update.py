@@ -157,7 +157,9 @@ class Update:
     def _table(self, part: list[Any], columns: list[list[Any]]) -> optim.Table | None:
         """The part's table, which is kept as long as its tensors stay where they are."""
         grads = [parameter.grad for parameter in part]
-        key = tuple(x.data_ptr() for column in (part, grads, *columns) for x in column)
+        key = tuple(x.data_ptr() for column in (part, *columns) for x in column)
+        key += tuple(grad.stride() for grad in grads)
+        places = [grad.data_ptr() for grad in grads]
         known = self._tables.get(id(part[0]))
         if known is None or known[0] != key:
             if overlap_of(part):  # a kernel would write to both at once
@@ -166,7 +168,9 @@ class Update:
                 table = optim.Table([p.detach() for p in part], grads, *columns)
             except (TypeError, ValueError):  # a dtype or a layout that the kernels do not take
                 return None
-            known = self._tables[id(part[0])] = key, table
+            known = self._tables[id(part[0])] = key, table.without_tensors()
+        elif known[1].places != places:  # those of each step are new
+            known[1].move(places)
         return known[1]
 
 

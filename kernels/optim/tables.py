@@ -28,8 +28,9 @@ class Table:
     updated in the order of memory. No two tensors overlap. Otherwise TypeError or ValueError is
     raised.
 
-    Build it once: it takes longer than an update. It keeps the tensors alive; if a parameter's
-    `data` or a gradient is replaced, a new table is needed. Updates write memory directly, so that
+    Build it once: it takes longer than an update. It keeps the tensors alive, unless
+    `without_tensors`; if gradients are others of the same kind, `move` tells where they are, and if
+    a parameter's `data` is replaced, a new table is needed. Updates write memory directly, so that
     autograd does not notice a parameter that changes between forward and backward.
 
     `rows` is int64 [blocks, 5] on the device: NumPy's on the CPU, torch's on a GPU. On a GPU, a
@@ -61,10 +62,29 @@ class Table:
         self.tensors = tuple(tuple(column) for column in columns.values())
         rows = np.concatenate([_rows(group) for group in zip(*self.tensors, strict=True)])
         self.blocks = len(rows)
+        self.places = [grad.data_ptr() for grad in grads]
+        """Where the gradients are."""
+        self._host = rows
+        counts = [-(-grad.numel() // BLOCK) for grad in grads]
+        self._of = np.repeat(np.arange(len(grads)), counts)  # the gradient of each block
         self._ends = rows[:, GRAD] + rows[:, COUNT] * params[0].element_size()
         self.rows: Any = rows
         if self.device.type != "cpu":
             self.rows = torch.from_numpy(rows).to(self.device)
+
+    def without_tensors(self) -> Table:
+        """This table, which keeps no tensor alive any more; its user knows that they are there."""
+        self.tensors = ()
+        return self
+
+    def move(self, places: Sequence[int]) -> None:
+        """The gradients are at these addresses now, of the same strides as before."""
+        by = np.subtract(places, self.places)[self._of]
+        self._host[:, GRAD] += by
+        self._ends += by
+        self.places = [*places]
+        if self.device.type != "cpu":
+            self.rows = torch.from_numpy(self._host).to(self.device)
 
     def part(self, start: int, stop: int) -> Table:
         """The table of the blocks [start, stop); it shares all memory with this one."""

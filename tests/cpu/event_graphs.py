@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linkweave import GTopK
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.training import gradient_buffers
 from linkweave.collectives.training.embedding import exchange as row_exchange
 from linkweave.collectives.training.embedding.exchange import RowExchange, RowLane
 from linkweave.collectives.training.embedding.optimizer import Embeddings, RowOptimizer
@@ -179,8 +178,6 @@ def recording() -> Iterator[Graph]:
             (steps, "_kernels", lambda device: sparse),
             (rows, "_kernels", lambda device: of_rows),
             (rows.cpu, "first_wrong", lambda *_: -1),
-            (gradient_buffers, "apart", torch.Tensor.detach),
-            (gradient_buffers, "holders", lambda storage: 1),
         ):
             last.enter_context(mock.patch.object(where, name, what))
         last.enter_context(FakeTensorMode())

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from linkweave import DataParallel, GTopK
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
-from linkweave.collectives.training import data_parallel, gradient_buffers
+from linkweave.collectives.training import data_parallel
 from linkweave.collectives.training.admission import triton_trouble
 from linkweave.collectives.training.embedding import exchange as rows_exchange
 from linkweave.collectives.training.embedding.exchange import RowExchange
@@ -58,8 +58,6 @@ class Transport(FakeTransport):
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(steps, "_kernels", lambda device: gpu)
-    monkeypatch.setattr(gradient_buffers, "apart", torch.Tensor.detach)
-    monkeypatch.setattr(gradient_buffers, "holders", lambda storage: 1)
     with FakeTensorMode():
         yield
 
@@ -122,7 +120,7 @@ def test_a_host_where_triton_cannot_launch_is_told_of_at_once(
             raise RuntimeError("Failed to find C compiler")
 
     closed, told = [], []
-    transport = SimpleNamespace(close=lambda: closed.append("transport"))
+    transport = SimpleNamespace(rank=0, size=2, close=lambda: closed.append("transport"))
     monkeypatch.setattr(
         data_parallel, "compare_exchanges", lambda *_, triton, **others: told.append(triton)
     )

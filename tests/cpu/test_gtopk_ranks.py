@@ -18,6 +18,7 @@ from training_models import copied, error_of, imported, same
 
 from linkweave import GTopK, collectives
 from linkweave.collectives import CollectiveError, DataParallel
+from linkweave.collectives.training.gtopk.options import kept_in
 from linkweave.kernels import gtopk
 from tests.cpu.helpers import outlive
 from tests.cpu.on_ranks import on_ranks
@@ -106,7 +107,7 @@ def test_a_rank_of_a_process_group_dies_in_a_merge() -> None:
 # ---- process groups ------------------------------------------------------------------------------
 def trained(mine: Training) -> list[dict[str, torch.Tensor]]:
     mine.steps(*range(8))
-    state = mine.optimizer.state_dict()["param_groups"][0]["exchange"]
+    state = kept_in(mine.optimizer.state_dict())
     found = [copied(mine.model.state_dict()), state["residual"]]
     mine.model.close()
     return found

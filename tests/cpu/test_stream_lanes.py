@@ -113,7 +113,7 @@ def programs(chance: random.Random, gradients: GradientBuffers) -> Program:
 
 
 def of(gradients: GradientBuffers, unit: int, number: int = 0) -> torch.Tensor:
-    return gradients._gradients[unit][number].view
+    return gradients._gradients[unit][number].part
 
 
 def lanes_on(transport: Any, gradients: GradientBuffers, program: Program) -> StreamLanes:
@@ -191,7 +191,7 @@ def test_gradients_of_several_streams_and_a_late_exit(compute: Stream) -> None: 
     assert not late._passed.wait(0.1)
     held.set()
     transport.leave()()  # of the communicator, before it closes
-    assert [one.view.tolist() for one in gradients._gradients[0]] == [[2.0] * 4, [4.0] * 3]
+    assert [one.part.tolist() for one in gradients._gradients[0]] == [[2.0] * 4, [4.0] * 3]
     assert lanes.sent == []
     lanes.wait_all()
     lanes.close()

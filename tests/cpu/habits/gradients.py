@@ -127,12 +127,14 @@ def two_losses(run: Run, model: Any, optimizer: Any) -> None:
         optimizer.step()
 
 
-@habit("views of gradients that are kept over zero_grad", error="is still held")
+@habit("views of gradients that are kept over zero_grad")
 def kept_views(run: Run, model: Any, optimizer: Any) -> None:
-    """The next backward pass would overwrite their memory, so it refuses."""
-    found: list[torch.Tensor] = []
-    for _ in run.after_backward(model, optimizer):
-        found += [p.grad.flatten() for p in model.parameters()]
+    before: list[torch.Tensor] = []
+    for step in run.after_backward(model, optimizer):
+        found = [p.grad.flatten() for p in model.parameters()]
+        if before:
+            run.same(f"cosine {step}", torch.cat(found) @ torch.cat(before))
+        before = found
 
 
 @habit("gradients in a flat tensor of the user's own", chained=CHANGED)

@@ -43,6 +43,16 @@ def shared_encoder(run: Run) -> None:
     run.wrap(second, sgd(second.parameters()))
 
 
+@habit("one tensor as p.grad of two parameters", error="are one tensor", only=TWO)
+def one_gradient(run: Run, model: Any, optimizer: Any) -> None:
+    """It would get both sums before they are averaged."""
+    inner = run.inner(model)
+    for step in run.steps:
+        inner.first.bias.grad = inner.second.bias.grad = torch.zeros_like(inner.first.bias)
+        run.loss(model, step).backward()
+        optimizer.step()
+
+
 @habit("lazy modules without a dry run", error="forward pass", only=TWO)
 def lazy(run: Run) -> None:
     """Their parameters have no shape yet."""
