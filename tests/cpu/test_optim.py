@@ -281,6 +281,22 @@ def test_bad_arguments_change_nothing(states: int, arguments: dict[str, Any], wo
     assert all((column[0] == 1 + i).all() for i, column in enumerate(table.tensors))
 
 
+def test_gradients_may_move() -> None:
+    """A table that keeps nothing alive finds them where they are said to be, one by one."""
+    params = [torch.zeros(BLOCK + 1), torch.zeros(0), torch.zeros(3)]
+    table = optim.Table(params, [torch.ones_like(p) for p in params]).without_tensors()
+    for value in (2.0, 5.0):
+        memory = torch.zeros(4 * BLOCK)
+        grads = [memory[5 : 6 + BLOCK], memory[:0], memory[2 * BLOCK : 2 * BLOCK + 3]]
+        for grad in grads:
+            grad.fill_(value)
+        table.move([grad.data_ptr() for grad in grads])
+        before = table.blocks_before(grads[2].data_ptr())
+        optim.sgd(table, lr=1.0)
+        assert before == 2 and table.blocks == 3
+    assert all(p.eq(-7).all() for p in params)
+
+
 def test_tables_on_a_gpu_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     module = SimpleNamespace(sgd=lambda *a: calls.append(a), adam=lambda *a: calls.append(a))
