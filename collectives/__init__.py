@@ -88,7 +88,8 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"{__name__}.{name}")
     if name in _METHODS:
-        of_default = import_module(f"{__name__}.calls.communicator").of_default
+        from linkweave.collectives.calls.communicator import of_default
+
         globals()[name] = function = of_default(name)
         return function
     if name not in _LAZY:

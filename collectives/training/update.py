@@ -159,7 +159,7 @@ class Update:
         grads = [parameter.grad for parameter in part]
         key = tuple(x.data_ptr() for column in (part, *columns) for x in column)
         key += tuple(grad.stride() for grad in grads)
-        places = [grad.data_ptr() for grad in grads]
+        addresses = [grad.data_ptr() for grad in grads]
         known = self._tables.get(id(part[0]))
         if known is None or known[0] != key:
             if overlap_of(part):  # a kernel would write to both at once
@@ -169,8 +169,8 @@ class Update:
             except (TypeError, ValueError):  # a dtype or a layout that the kernels do not take
                 return None
             known = self._tables[id(part[0])] = key, table.without_tensors()
-        elif known[1].places != places:  # those of each step are new
-            known[1].move(places)
+        elif known[1].addresses != addresses:  # those of each step are new
+            known[1].move(addresses)
         return known[1]
 
 

@@ -62,7 +62,7 @@ class Table:
         self.tensors = tuple(tuple(column) for column in columns.values())
         rows = np.concatenate([_rows(group) for group in zip(*self.tensors, strict=True)])
         self.blocks = len(rows)
-        self.places = [grad.data_ptr() for grad in grads]
+        self.addresses = [grad.data_ptr() for grad in grads]
         """Where the gradients are."""
         self._host = rows
         counts = [-(-grad.numel() // BLOCK) for grad in grads]
@@ -77,12 +77,12 @@ class Table:
         self.tensors = ()
         return self
 
-    def move(self, places: Sequence[int]) -> None:
+    def move(self, addresses: Sequence[int]) -> None:
         """The gradients are at these addresses now, of the same strides as before."""
-        by = np.subtract(places, self.places)[self._of]
+        by = np.subtract(addresses, self.addresses)[self._of]
         self._host[:, GRAD] += by
         self._ends += by
-        self.places = [*places]
+        self.addresses = [*addresses]
         if self.device.type != "cpu":
             self.rows = torch.from_numpy(self._host).to(self.device)
 
