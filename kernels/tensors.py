@@ -17,8 +17,8 @@ def device_of(x: Any, name: str) -> torch.device:
     return x.device
 
 
-def check_overlaps(named: dict[str, torch.Tensor]) -> None:
-    """Tensors without gaps must not overlap."""
+def overlap_of(named: dict[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Two tensors without gaps that overlap, by name, as they lie in memory; None if none do."""
     spans = []
     for name, tensor in named.items():
         if tensor.numel() and not hasattr(tensor, "fake_mode"):  # a fake tensor has no memory
@@ -26,7 +26,14 @@ def check_overlaps(named: dict[str, torch.Tensor]) -> None:
             spans.append((start, start + tensor.numel() * tensor.element_size(), name))
     for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
         if start < end:
-            raise ValueError(f"{one} and {other} overlap in memory")
+            return one, other
+    return None
+
+
+def check_overlaps(named: dict[str, torch.Tensor]) -> None:
+    """Tensors without gaps must not overlap."""
+    if pair := overlap_of(named):
+        raise ValueError("{} and {} overlap in memory".format(*pair))
 
 
 def check_tensor(

@@ -15,6 +15,7 @@ from torch.utils.weak import TensorWeakRef
 
 from linkweave.collectives.errors import CollectiveError
 from linkweave.collectives.overlap.units import Unit
+from linkweave.collectives.training.hooks import nothing
 
 Empty = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 """Allocates a flat buffer of so many elements, in memory that a lane can send."""
@@ -51,7 +52,7 @@ class Gradient:
         self.parameter, self.name, self.part = parameter, name, part
         self.found = False
         """Whether this rank has a gradient."""
-        self._grad: Callable[[], torch.Tensor | None] = _nothing
+        self._grad: Callable[[], torch.Tensor | None] = nothing
         self._version = 0
 
     def collect(self) -> None:
@@ -60,7 +61,7 @@ class Gradient:
         self.found = grad is not None
         if grad is None:
             self.part.zero_()
-            self._grad = _nothing
+            self._grad = nothing
         else:
             self.part.copy_(grad)
             self._grad = TensorWeakRef(grad)  # so that zero_grad frees it
@@ -90,7 +91,7 @@ class Gradient:
 
     def give(self) -> torch.Tensor | None:
         """Copy what has arrived to the tensor that was collected, if somebody has it."""
-        grad, self._grad = self._grad(), _nothing
+        grad, self._grad = self._grad(), nothing
         if grad is not None:
             grad.data.copy_(self.part)  # which nobody's version notices
         return grad
@@ -245,10 +246,6 @@ class GradientBuffers:
         return whole.data[first // size : stop // size]
 
 
-def _nothing() -> None:
-    return None
-
-
 def _view(whole: torch.Tensor, first: int, parameter: Any, name: str) -> torch.Tensor:
     """A view with the parameter's strides; a copy of a gradient keeps its memory format."""
     dense = torch.empty_like(parameter, device="meta")  # keeps strides that leave no gaps
@@ -275,9 +272,9 @@ def keep_freed_memory() -> None:
 
     By default it maps large blocks and unmaps them when they are freed, always those of more than
     32 MiB, and gives back what is free at the top of the heap (mallopt(3), M_MMAP_MAX and
-    M_TRIM_THRESHOLD). A step frees its activations, and gradients once they are in the buffers; the
-    next one would fault all their pages in again. Does nothing with other allocators, and if the
-    environment sets one of TUNED.
+    M_TRIM_THRESHOLD). A step frees its activations, and zero_grad its gradients; the next one would
+    fault all their pages in again. Does nothing with other allocators, and if the environment sets
+    one of TUNED.
     """
     if any(name in os.environ for name in TUNED):
         return

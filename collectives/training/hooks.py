@@ -1,5 +1,5 @@
-"""Hooks that a copied or pickled module loses, what is called in a backward pass, and what
-torch.compile leaves alone.
+"""Hooks that a copied or pickled module loses, what is called in a backward pass, where
+torch.compile is at work, and whose process this is.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakMethod
 
@@ -49,13 +50,13 @@ def nothing(*_: Any) -> None:
 
 def at_end(function: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass of autograd that runs in this thread."""
-
-    @uncompiled
-    def call() -> None:
-        function()
-
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
+    engine.queue_callback(partial(_call, function))
+
+
+@uncompiled
+def _call(function: Callable[[], None]) -> None:
+    function()
 
 
 def in_backward() -> bool:

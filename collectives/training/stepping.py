@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,8 @@ from linkweave.collectives.training.embedding.optimizer import Embeddings
 from linkweave.collectives.training.exchange import Exchange
 from linkweave.collectives.training.hooks import Hook
 from linkweave.collectives.training.ranges import profiled
-from linkweave.collectives.training.update import LossScale, Update, groups_of, overlap_of
+from linkweave.collectives.training.update import LossScale, Update, groups_of
+from linkweave.kernels.tensors import overlap_of
 
 
 class Trained(Protocol):
@@ -384,8 +386,8 @@ def fault_of_chaining(is_compiled: bool, steppers: Sequence[Stepper], units: Seq
         for name, parameter in zip(unit.names, unit.parameters, strict=True):
             if id(parameter) not in held:
                 return f"its optimizer lacks the parameter {name}"
-    names = [name for unit in units for name in unit.names]
-    if pair := overlap_of([parameter for unit in units for parameter in unit.parameters]):
-        one, other = (names[i] for i in pair)
+    every = (zip(unit.names, unit.parameters, strict=True) for unit in units)
+    if pair := overlap_of(dict(chain.from_iterable(every))):
+        one, other = pair
         return f"the parameters {one} and {other} share memory, so that one update changes both"
     return ""

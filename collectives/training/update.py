@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -155,32 +154,21 @@ class Update:
         return True
 
     def _table(self, part: list[Any], columns: list[list[Any]]) -> optim.Table | None:
-        """The part's table, which is kept as long as its tensors stay where they are."""
+        """The part's table, kept as long as its parameters and states stay where they are."""
         grads = [parameter.grad for parameter in part]
         key = tuple(x.data_ptr() for column in (part, *columns) for x in column)
         key += tuple(grad.stride() for grad in grads)
         addresses = [grad.data_ptr() for grad in grads]
         known = self._tables.get(id(part[0]))
         if known is None or known[0] != key:
-            if overlap_of(part):  # a kernel would write to both at once
-                return None
             try:
                 table = optim.Table([p.detach() for p in part], grads, *columns)
-            except (TypeError, ValueError):  # a dtype or a layout that the kernels do not take
+            except (TypeError, ValueError):  # the kernels do not take these tensors
                 return None
             known = self._tables[id(part[0])] = key, table.without_tensors()
         elif known[1].addresses != addresses:  # those of each step are new
             known[1].move(addresses)
         return known[1]
-
-
-def overlap_of(parameters: Sequence[Any]) -> tuple[int, int] | None:
-    """Two of the parameters, by number, that share memory; None if none do."""
-    first = sorted((p.data_ptr(), i) for i, p in enumerate(parameters) if p.numel())
-    for (at, one), (begin, other) in pairwise(first):
-        if begin < at + parameters[one].numel() * parameters[one].element_size():
-            return min(one, other), max(one, other)
-    return None
 
 
 def _plain(options: dict[str, Any]) -> bool:
