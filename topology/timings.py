@@ -51,8 +51,9 @@ def looks_like_collectives(text: str) -> bool:
 def parse_collectives(
     text: str, machine: str, size: int, device: str, where: str
 ) -> tuple[Timing, ...]:
-    """Read that JSON: all-reduces of linkweave by the algorithm that it took, and NCCL's. Raises
-    TopologyError if it is malformed, without any, or of another machine."""
+    """Read that JSON: all-reduces of linkweave by the algorithm that it took, and NCCL's, whose
+    results were right. Raises TopologyError if it is malformed, without any, or of another
+    machine."""
     try:
         data = json.loads(text)
         ranks, on, name = data["ranks"], data["device"], data["topology"]
@@ -63,7 +64,7 @@ def parse_collectives(
                 "nbytes": row["size"], "num_chunks": row.get("num_chunks") or 1,
                 "seconds": row["time_us"] / 1e6,
             }
-            for row in rows if row["library"] in ("nccl", "linkweave")
+            for row in rows if row["library"] in ("nccl", "linkweave") and not row["wrong"]
         ]  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TopologyError(f"{where}: no JSON of bench collectives: {error!r}") from None

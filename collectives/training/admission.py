@@ -119,14 +119,15 @@ def refuse_module(module: nn.Module) -> None:
             raise CollectiveError(
                 f"parameter {name} is a DTensor, which is divided between ranks already"
             )
-    for name, buffer in module.named_buffers():
-        if buffer.layout is torch.strided and any(
-            step == 0 and length > 1
-            for step, length in zip(buffer.stride(), buffer.shape, strict=True)
+    named = [("buffer", *one) for one in module.named_buffers()]
+    named += [("parameter", *one) for one in module.named_parameters()]
+    for kind, name, x in named:
+        if x.layout is torch.strided and any(
+            step == 0 and length > 1 for step, length in zip(x.stride(), x.shape, strict=True)
         ):
             raise CollectiveError(
-                f"elements of the buffer {name} share memory, as it is expanded, so that rank 0's "
-                "cannot be copied to it: register buffer.contiguous()"
+                f"elements of the {kind} {name} share memory, as it is expanded, so that rank 0's "
+                f"cannot be copied to it: register {kind}.contiguous()"
             )
     for name, parameter in module.named_parameters():
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}

@@ -237,6 +237,10 @@ def test_buffers_of_any_kind(rank: int) -> None:
     inner.register_buffer("wide", torch.zeros(1).expand(4))
     said = error_of(lambda: DataParallel(inner, sgd(inner.parameters())))
     assert "elements of the buffer wide share memory, as it is expanded" in said
+    del inner.wide
+    inner.wide = nn.Parameter(torch.zeros(1).expand(4), requires_grad=False)
+    said = error_of(lambda: DataParallel(inner, sgd([*inner.parameters()][:2])))
+    assert "elements of the parameter wide share memory, as it is expanded" in said
 
 
 @on_ranks(2)

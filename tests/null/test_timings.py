@@ -46,17 +46,19 @@ def timed(*timings: Timing, name: str = "cpu-4") -> Topology:
 COLLECTIVES: dict[str, Any] = {
     "benchmark": "collectives", "ranks": 4, "device": "cpu", "topology": "auto", "rows": [
         {"collective": "allreduce", "library": "linkweave", "algorithm": "chain", "size": 1024,
-         "num_chunks": 4, "time_us": 10.0},
+         "num_chunks": 4, "time_us": 10.0, "wrong": 0},
+        {"collective": "allreduce", "library": "linkweave", "algorithm": "ring", "size": 2048,
+         "num_chunks": 4, "time_us": 1.0, "wrong": 3},
         {"collective": "allreduce", "library": "gloo", "algorithm": "", "size": 1024,
-         "num_chunks": 0, "time_us": 9.0},
+         "num_chunks": 0, "time_us": 9.0, "wrong": 0},
         {"collective": "broadcast", "library": "linkweave", "algorithm": "", "size": 1024,
-         "num_chunks": 0, "time_us": 5.0},
+         "num_chunks": 0, "time_us": 5.0, "wrong": 0},
     ],
 }  # fmt: skip
 
 
 def test_times_of_collectives_are_read() -> None:
-    """All-reduces of linkweave, by the algorithm that it took."""
+    """All-reduces of linkweave with right results, by the algorithm that it took."""
     found = load("cpu-4", json.dumps(COLLECTIVES)).timings
     assert found == (Timing("chain", 1024, 4, 1e-5),)
     for change, words in (
